@@ -1,0 +1,54 @@
+"""CUDA kernels for transformer inference and a small decoder-only runtime, in pure Python.
+
+The names below are imported when first used, so that ``import nbkernels`` costs nothing and needs no GPU:
+
+    softmax, layer_norm, rms_norm, gelu, silu_mul, matmul, quantize_int8, int8_matmul, embedding,
+    rotary_append, attention, argmax, sample      the operations, see ``nbkernels.ops``
+    Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
+    device                                        the device the operations run on, see ``nbkernels.launch.device``
+    load, LanguageModel, KVCache                  the runtime, see ``nbkernels.model``
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    **dict.fromkeys(
+        (
+            "softmax",
+            "layer_norm",
+            "rms_norm",
+            "gelu",
+            "silu_mul",
+            "matmul",
+            "quantize_int8",
+            "int8_matmul",
+            "embedding",
+            "rotary_append",
+            "attention",
+            "advance",
+            "argmax",
+            "sample",
+        ),
+        "nbkernels.ops",
+    ),
+    **dict.fromkeys(("Int8Weight", "DeviceArray"), "nbkernels.arrays"),
+    "device": "nbkernels.launch.device",
+    **dict.fromkeys(("load", "LanguageModel"), "nbkernels.model.generation"),
+    "KVCache": "nbkernels.model.kv_cache",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'nbkernels' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *_HOME])

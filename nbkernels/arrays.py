@@ -1,0 +1,266 @@
+"""Arrays in and out: what the operations see of an array of torch, CuPy, JAX, Numba or this package.
+
+``as_device_array`` describes any of them as a ``DeviceArray`` without copying. Nothing here allocates or launches.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import ml_dtypes
+import numpy as np
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), bfloat16)
+
+
+@lru_cache(maxsize=4096)
+def contiguous_strides(shape):
+    """Row-major strides in elements of a tuple ``shape``."""
+    strides = []
+    step = 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+class DeviceArray:
+    """A strided view of device memory; it keeps its owner alive and allocates nothing.
+
+    pointer: byte address of the first element; shape; strides in elements; dtype: a NumPy dtype (bfloat16 from ml_dtypes);
+    owner: whatever must live as long as the view.
+    """
+
+    __slots__ = ("dtype", "owner", "pointer", "shape", "strides")
+
+    def __init__(self, pointer, shape, strides, dtype, owner):
+        self.pointer = pointer
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.owner = owner
+
+    @property
+    def ndim(self):
+        """How many axes."""
+        return len(self.shape)
+
+    @property
+    def size(self):
+        """How many elements."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self):
+        """Bytes an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self):
+        """Bytes of the elements (not of the gaps between them)."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self):
+        """Row-major without gaps."""
+        step = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent != 1 and stride != step:
+                return self.size == 0
+            step *= extent
+        return True
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __repr__(self):
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, strides={self.strides})"
+
+    def __getitem__(self, index):
+        """Basic indexing: integers, slices with a step of at least 1, one Ellipsis. Returns a view."""
+        index = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in index:
+            at = index.index(Ellipsis)
+            filler = (slice(None),) * (self.ndim - len(index) + 1)
+            index = index[:at] + filler + index[at + 1 :]
+        if len(index) > self.ndim:
+            raise IndexError(f"{len(index)} indices for an array of {self.ndim} axes")
+        offset, shape, strides = 0, [], []
+        for axis, (extent, stride) in enumerate(zip(self.shape, self.strides, strict=True)):
+            item = index[axis] if axis < len(index) else slice(None)
+            if isinstance(item, slice):
+                start, stop, step = item.indices(extent)
+                if step < 1:
+                    raise IndexError(f"a slice of a device array needs a step of at least 1, not {step}")
+                offset += start * stride
+                shape.append(max(0, -(-(stop - start) // step)))
+                strides.append(stride * step)
+            else:
+                position = item.__index__()
+                if not -extent <= position < extent:
+                    raise IndexError(f"index {position} is out of bounds for an axis of {extent}")
+                offset += (position % extent) * stride
+        pointer = self.pointer + offset * self.dtype.itemsize
+        return DeviceArray(pointer, tuple(shape), tuple(strides), self.dtype, self.owner)
+
+    def reshape(self, *shape):
+        """A view of the same elements in another shape; one extent may be -1. ValueError where that would need a copy."""
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        if -1 in shape:
+            known = prod(extent for extent in shape if extent != -1)
+            shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
+        if prod(shape) != self.size:
+            raise ValueError(f"cannot reshape {self.shape} into {shape}")
+        if self.is_contiguous:
+            return DeviceArray(self.pointer, shape, contiguous_strides(shape), self.dtype, self.owner)
+        merged = _reshape_strides(self.shape, self.strides, shape)
+        if merged is None:
+            raise ValueError(f"an array of shape {self.shape} and strides {self.strides} has no view of shape {shape}")
+        return DeviceArray(self.pointer, shape, merged, self.dtype, self.owner)
+
+    @property
+    def __cuda_array_interface__(self):
+        if self.dtype == bfloat16:
+            raise AttributeError("bfloat16 has no code in __cuda_array_interface__; use DLPack")
+        strides = None if self.is_contiguous else tuple(s * self.itemsize for s in self.strides)
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.pointer, False),
+            "version": 3,
+            "strides": strides,
+            # 1 is the legacy default stream, on which this package's own arrays are ordered
+            "stream": 1,
+        }
+
+    def _memory_view(self):
+        from cuda.core import Buffer
+        from cuda.core.utils import StridedMemoryView
+
+        extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if self.size else 0
+        buffer = Buffer.from_handle(self.pointer, extent * self.itemsize, owner=self)
+        return StridedMemoryView.from_buffer(buffer, self.shape, self.strides, dtype=self.dtype)
+
+    def __dlpack__(self, **options):
+        return self._memory_view().__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._memory_view().__dlpack_device__()
+
+
+def _reshape_strides(shape, strides, new_shape):
+    """The strides of a view of new_shape, or None where none exists: runs of axes that lie in one line merge and split."""
+    axes = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    runs = []  # [extent, innermost stride]
+    for extent, stride in axes:
+        if runs and runs[-1][1] == extent * stride:
+            runs[-1] = [runs[-1][0] * extent, stride]
+        else:
+            runs.append([extent, stride])
+    result = []
+    for extent in reversed(new_shape):
+        if extent == 1:
+            result.append(1)
+            continue
+        while runs and runs[-1][0] == 1:
+            runs.pop()
+        if not runs or runs[-1][0] % extent:
+            return None
+        result.append(runs[-1][1])
+        runs[-1] = [runs[-1][0] // extent, runs[-1][1] * extent]
+    return tuple(reversed(result))
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A matrix [out, in] quantised to int8: weight[o, i] = values[o, i] · scales[o, i // group_size].
+
+    values int8 [out, in]; scales float32 [out, groups]; group_size: columns a scale, or None for one scale a row (scales
+    [out, 1]). The last group may be short. Both are arrays of one kind, host or device.
+    """
+
+    values: object
+    scales: object
+    group_size: int | None = None
+
+    def __post_init__(self):
+        out, columns = self.values.shape
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size: {self.group_size}, wanted a positive number of columns or None")
+        groups = 1 if self.group_size is None else max(1, -(-columns // self.group_size))
+        if tuple(self.scales.shape) != (out, groups):
+            raise ValueError(f"scales: shape {tuple(self.scales.shape)}, wanted {(out, groups)} for {(out, columns)}")
+
+    @property
+    def shape(self):
+        """(out, in)"""
+        return tuple(self.values.shape)
+
+    @property
+    def nbytes(self):
+        """Bytes of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+
+@lru_cache(maxsize=64)
+def _torch_dtype(dtype):
+    """torch's dtype -> NumPy's."""
+    name = str(dtype).removeprefix("torch.")
+    return bfloat16 if name == "bfloat16" else np.dtype(name)
+
+
+def library(x):
+    """Which library an array comes from: "nbkernels", "numpy", "torch", "cupy", "jax", "numba" or "other"."""
+    if type(x) is DeviceArray:
+        return "nbkernels"
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    root = type(x).__module__.partition(".")[0]
+    return {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "numba": "numba"}.get(root, "other")
+
+
+def is_host(x):
+    """True for an array in host memory: NumPy's, or torch's and JAX's on the CPU."""
+    kind = library(x)
+    if kind == "torch":
+        return not x.is_cuda
+    if kind == "jax":
+        return all(device.platform == "cpu" for device in x.devices())
+    return kind == "numpy"
+
+
+def as_host_array(x):
+    """A NumPy view of a host array (bfloat16 through ml_dtypes)."""
+    if isinstance(x, np.ndarray):
+        return x
+    if library(x) == "torch":
+        import torch
+
+        x = x.detach()
+        return x.view(torch.int16).numpy().view(bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+    return np.asarray(x)
+
+
+def as_device_array(x, stream=0):
+    """Describe an array in device memory as a DeviceArray, without a copy; its producer's work is ordered before ``stream``.
+
+    Takes torch tensors (on their current stream), CuPy, JAX and Numba arrays and whatever speaks DLPack or
+    __cuda_array_interface__. TypeError for anything else.
+    """
+    kind = library(x)
+    if kind == "nbkernels":
+        return x
+    if kind == "torch":
+        return DeviceArray(x.data_ptr(), tuple(x.shape), x.stride(), _torch_dtype(x.dtype), x)
+    if not hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__"):
+        raise TypeError(f"{type(x).__module__}.{type(x).__name__} speaks neither DLPack nor __cuda_array_interface__")
+    from cuda.core.utils import StridedMemoryView
+
+    # DLPack names the legacy default stream 1, since 0 could mean "none"
+    view = StridedMemoryView.from_any_interface(x, stream_ptr=stream or 1)
+    if not view.is_device_accessible:
+        raise TypeError(f"{type(x).__module__}.{type(x).__name__} is not in device memory")
+    shape = tuple(view.shape)
+    strides = contiguous_strides(shape) if view.strides is None else tuple(view.strides)
+    return DeviceArray(view.ptr, shape, strides, np.dtype(view.dtype), (x, view))

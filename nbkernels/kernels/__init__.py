@@ -1,0 +1,1 @@
+"""The kernels, one file an operation: formula, walk, kernel, plan, cost."""

@@ -1,0 +1,1 @@
+"""From a Python function to work on a GPU: compile, keep, launch; devices, streams and memory."""

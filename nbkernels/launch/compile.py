@@ -1,0 +1,179 @@
+"""A kernel factory and its constants become PTX, then a cubin that is kept on disk.
+
+A factory is a function of compile-time constants that returns a function decorated with ``kernel``. Nothing here needs a
+GPU or a driver: ``ptx`` and ``cubin`` work for any named architecture.
+"""
+
+import ast
+import hashlib
+import inspect
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from nbkernels.launch.device import parse_arch
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel before compilation: the Python function, its parameter types (from its annotations), its block size."""
+
+    function: object
+    parameters: tuple
+    launch_bounds: object
+    fastmath: bool
+
+
+def kernel(*, launch_bounds, fastmath=False):
+    """Mark a function as a kernel. Its annotations are its parameter types: ``def f(x: pointer(dtype), rows: uint32)``.
+
+    launch_bounds: threads a block, or (threads, blocks a multiprocessor). fastmath: contract and approximate float32
+    operations (division, square root); denormals become zero.
+    """
+
+    def decorate(function):
+        names = inspect.signature(function).parameters
+        parameters = tuple(function.__annotations__[name] for name in names)
+        return KernelSource(function, parameters, launch_bounds, fastmath)
+
+    return decorate
+
+
+def cache_folder():
+    """Where files are kept for this user: NBKERNELS_CACHE, else XDG_CACHE_HOME/nbkernels, else ~/.cache/nbkernels."""
+    own = os.environ.get("NBKERNELS_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbkernels"
+
+
+@lru_cache(maxsize=1024)
+def ptx(factory, constants, arch):
+    """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a". Needs no GPU."""
+    from numba import cuda, types
+
+    source = factory(*constants)
+    text, _ = cuda.compile_ptx(
+        source.function,
+        types.void(*source.parameters),
+        cc=parse_arch(arch),
+        fastmath=source.fastmath,
+        launch_bounds=source.launch_bounds,
+        lineinfo=True,
+    )
+    # the entry gets the function's own name, in place of a mangled one that holds its types
+    mangled = re.search(r"\.entry\s+(\w+)\(", text).group(1)
+    return text.replace(mangled, source.function.__name__)
+
+
+def entry_name(text):
+    """The name of the kernel in a PTX text."""
+    return re.search(r"\.entry\s+(\w+)\(", text).group(1)
+
+
+def _assemble(text, arch):
+    """PTX text -> cubin bytes, through nvJitLink."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=arch, lineinfo=True)
+    return Linker(ObjectCode.from_ptx(text.encode()), options=options).link("cubin").code
+
+
+@cache
+def _imported_modules(module_name):
+    """The module's file and those of the nbkernels modules it imports, directly or not: what its kernels are made of."""
+    path = find_spec(module_name).origin
+    modules = {module_name: path}
+    for node in ast.walk(ast.parse(Path(path).read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.startswith("nbkernels.") and name not in modules and _is_module(name):
+                modules.update(_imported_modules(name))
+    return modules
+
+
+def _is_module(name):
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@cache
+def _source_digest(module_name):
+    digest = hashlib.sha256()
+    for name, path in sorted(_imported_modules(module_name).items()):
+        digest.update(name.encode())
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions():
+    wanted = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12")
+    found = {}
+    for name in wanted:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return repr(sorted(found.items()))
+
+
+def _key(factory, constants, arch):
+    text = "\n".join(
+        (
+            f"{factory.__module__}.{factory.__qualname__}",
+            repr(tuple(str(c) for c in constants)),
+            arch,
+            _source_digest(factory.__module__),
+            _versions(),
+        )
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cubin(factory, constants, arch):
+    """(cubin bytes, entry name) of ``factory(*constants)``, from the disk where it has been compiled before.
+
+    The file is named by a digest of the kernel's source and that of every module it imports, the constants, the
+    architecture and the compiler's versions. A file that was damaged is compiled again.
+    """
+    path = cache_folder() / "kernels" / f"{factory.__name__}-{_key(factory, constants, arch)[:32]}.cubin"
+    kept = _read_checked(path)
+    if kept is None:
+        text = ptx(factory, constants, arch)
+        kept = entry_name(text).encode() + b"\0" + _assemble(text, arch)
+        _write_checked(path, kept)
+    name, _, code = kept.partition(b"\0")
+    return code, name.decode()
+
+
+def _read_checked(path):
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, body = content[:32], content[32:]
+    return body if hashlib.sha256(body).digest() == digest else None
+
+
+def _write_checked(path, body):
+    """Write atomically, so that processes that compile the same kernel at once never see half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(body).digest() + body)
+        os.replace(file.name, path)
+    except OSError:
+        # a cache folder that cannot be written costs a compilation in the next process, no more
+        return

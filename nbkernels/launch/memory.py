@@ -1,0 +1,188 @@
+"""Device memory of our own: allocation, copies, and the order of work on streams.
+
+Arrays made here live on the legacy default stream unless ``use_stream`` says otherwise; memory is given back in stream order
+when the last view of it is gone.
+"""
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+
+import numpy as np
+
+from nbkernels.arrays import DeviceArray, contiguous_strides, library
+from nbkernels.launch.device import DeviceError, current
+from nbkernels.launch.launcher import check
+
+_stream = ContextVar("nbkernels_stream", default=0)
+
+
+def current_stream(x=None):
+    """The handle of the stream on which work for array x belongs: its library's current stream, or ours."""
+    kind = library(x)
+    if kind == "torch":
+        import torch
+
+        return torch.cuda.current_stream(x.device).cuda_stream
+    if kind == "cupy":
+        import cupy
+
+        return cupy.cuda.get_current_stream().ptr
+    return _stream.get()
+
+
+def stream_handle(stream):
+    """An integer handle from an integer, or from anything with __cuda_stream__. TypeError for anything else."""
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        pair = stream.__cuda_stream__
+        return int((pair() if callable(pair) else pair)[1])
+    if hasattr(stream, "cuda_stream"):  # torch before it spoke the protocol
+        return int(stream.cuda_stream)
+    raise TypeError(f"stream: {type(stream).__name__}, wanted an integer handle or an object with __cuda_stream__")
+
+
+@contextmanager
+def use_stream(stream):
+    """Put the operations inside, and the arrays they make, on another stream."""
+    token = _stream.set(stream_handle(stream))
+    try:
+        yield
+    finally:
+        _stream.reset(token)
+
+
+class _Block:
+    """Owns one allocation and frees it, in the order of its stream, when it is collected."""
+
+    __slots__ = ("pointer", "stream")
+
+    def __init__(self, nbytes, stream):
+        from cuda.bindings import driver
+
+        result = driver.cuMemAllocAsync(nbytes, stream)
+        if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise DeviceError(f"out of device memory: {nbytes / 2**20:.0f} MiB could not be allocated")
+        self.pointer = int(check(result)[0])
+        self.stream = stream
+
+    def __del__(self):
+        driver = _driver()
+        if driver is not None:
+            driver.cuMemFreeAsync(self.pointer, self.stream)
+
+
+@lru_cache(maxsize=1)
+def _keep_pool():
+    """Keep freed memory in the pool, in place of giving it back to the system at every synchronisation."""
+    from cuda.bindings import driver
+
+    pool = check(driver.cuDeviceGetDefaultMemPool(driver.cuDeviceGet(0)[1]))[0]
+    attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    check(driver.cuMemPoolSetAttribute(pool, attribute, driver.cuuint64_t(2**64 - 1)))
+
+
+def _driver():
+    try:
+        from cuda.bindings import driver
+    except ImportError:  # the interpreter is shutting down, and the memory goes with the process
+        return None
+    return driver
+
+
+def empty(shape, dtype):
+    """A DeviceArray of unspecified content on the current device."""
+    device = current()
+    shape = tuple(int(n) for n in shape)
+    dtype = np.dtype(dtype)
+    if device.kind == "emulator":
+        from nbkernels.launch.emulated import allocate
+
+        return allocate(shape, dtype)
+    _keep_pool()
+    strides = contiguous_strides(shape)
+    nbytes = dtype.itemsize * (shape[0] * strides[0] if shape else 1)
+    # an allocation of nothing is refused by the driver
+    block = _Block(max(nbytes, 16), _stream.get())
+    return DeviceArray(block.pointer, shape, strides, dtype, block)
+
+
+def zeros(shape, dtype):
+    """A DeviceArray of zero bytes."""
+    array = empty(shape, dtype)
+    fill_bytes(array, 0)
+    return array
+
+
+def fill_bytes(array, value):
+    """Set every byte of a contiguous DeviceArray."""
+    if not array.is_contiguous:
+        raise ValueError(f"an array of strides {array.strides} is not contiguous")
+    if array.nbytes == 0:
+        return
+    if current().kind == "emulator":
+        from nbkernels.launch.emulated import host_view
+
+        host_view(array).view(np.uint8)[...] = value
+        return
+    from cuda.bindings import driver
+
+    check(driver.cuMemsetD8Async(array.pointer, value, array.nbytes, _stream.get()))
+
+
+def to_device(array):
+    """Copy a NumPy array to the current device."""
+    array = np.ascontiguousarray(array)
+    result = empty(array.shape, array.dtype)
+    copy_from_host(result, array)
+    return result
+
+
+def copy_from_host(destination, array):
+    """Copy a NumPy array into a contiguous DeviceArray of the same shape and dtype; returns when the source may change."""
+    if destination.shape != array.shape or destination.dtype != array.dtype or not destination.is_contiguous:
+        raise ValueError(f"cannot copy {array.shape} {array.dtype} into {destination!r}")
+    if array.nbytes == 0:
+        return
+    if current().kind == "emulator":
+        from nbkernels.launch.emulated import host_view
+
+        host_view(destination)[...] = array
+        return
+    from cuda.bindings import driver
+
+    array = np.ascontiguousarray(array)
+    stream = _stream.get()
+    check(driver.cuMemcpyHtoDAsync(destination.pointer, array.ctypes.data, array.nbytes, stream))
+    # pageable memory is staged before the call returns, pinned memory is not
+    check(driver.cuStreamSynchronize(stream))
+
+
+def to_host(array):
+    """Copy a DeviceArray to a NumPy array; waits for the work on the stream. A strided view is copied through its whole span."""
+    if current().kind == "emulator":
+        from nbkernels.launch.emulated import host_view
+
+        return host_view(array).copy()
+    if array.nbytes == 0:
+        return np.empty(array.shape, array.dtype)
+    from cuda.bindings import driver
+
+    stream = _stream.get()
+    span = 1 + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
+    flat = np.empty(span, array.dtype)
+    check(driver.cuMemcpyDtoHAsync(flat.ctypes.data, array.pointer, flat.nbytes, stream))
+    check(driver.cuStreamSynchronize(stream))
+    if array.is_contiguous:
+        return flat.reshape(array.shape)
+    strides = tuple(s * array.itemsize for s in array.strides)
+    return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, array.shape, strides))
+
+
+def synchronize():
+    """Wait for all work on the current stream."""
+    if current().kind == "cuda":
+        from cuda.bindings import driver
+
+        check(driver.cuStreamSynchronize(_stream.get()))

@@ -1,0 +1,761 @@
+"""The public operations: check, choose a plan, allocate, launch.
+
+Arrays of torch, CuPy, JAX, Numba or this package in device memory are taken without a copy, run on the GPU on their library's
+current stream (or ``stream``), and the result comes back in the first array's kind. NumPy arrays (and host tensors) run on
+the current device: on "cpu" through ``nbkernels.reference``, else they are copied to the device and the result back.
+dtypes: float32, float16 and bfloat16, all float operands of a call of one dtype unless said otherwise; sums in float32. The
+last axis of every device array must be contiguous; other axes may have any stride.
+
+Every operation takes ``out`` (an array of the result's shape and dtype to write into; it may be an input only where that is
+said) and ``stream`` (an integer handle or anything with __cuda_stream__), and raises TypeError or ValueError, naming the
+argument, before anything is launched.
+"""
+
+from importlib import import_module
+
+import numpy as np
+
+from nbkernels import reference
+from nbkernels.arrays import FLOATS, DeviceArray, Int8Weight, as_device_array, as_host_array, is_host, library
+from nbkernels.launch.device import cuda_device, current
+
+ACTIVATIONS = (None, "silu", "gelu")
+
+
+class _Call:
+    """The arrays of one call, described alike: NumPy arrays for the reference, else DeviceArrays for the kernels.
+
+    ``on_host`` says which. ``named`` arrays become attributes; None stays None.
+    """
+
+    def __init__(self, stream, **named):
+        self.stream = stream
+        given = [(name, x) for name, x in named.items() if x is not None]
+        self.first = given[0][1]
+        self.copied = None
+        if all(type(x) is DeviceArray for _, x in given):
+            self.on_host = False
+            self.device = current()
+            if self.device.kind == "cpu":
+                self.device = cuda_device()
+            self.__dict__.update(named)
+        else:
+            self._describe(named, given)
+        if not self.on_host:
+            if self.stream is None:
+                from nbkernels.launch.memory import current_stream
+
+                self.stream = current_stream(self.first)
+            elif type(stream) is not int:
+                from nbkernels.launch.memory import stream_handle
+
+                self.stream = stream_handle(stream)
+
+    def _describe(self, named, given):
+        for name, x in given:
+            if isinstance(x, (list, tuple, int, float)) or not hasattr(x, "shape"):
+                raise TypeError(f"{name}: {type(x).__name__}, wanted an array")
+        host = [is_host(x) for _, x in given]
+        if any(host) and not all(host):
+            names = ", ".join(f"{n} ({'host' if h else 'device'})" for (n, _), h in zip(given, host, strict=True))
+            raise TypeError(f"arrays in host and in device memory in one call: {names}")
+        self.device = current()
+        self.on_host = all(host) and self.device.kind == "cpu"
+        self.copied = all(host) and not self.on_host
+        if not all(host) and self.device.kind == "cpu":
+            self.device = cuda_device()
+        for name, x in named.items():
+            if x is not None:
+                if all(host):
+                    x = as_host_array(x)
+                    if self.copied:
+                        from nbkernels.launch.memory import to_device
+
+                        x = to_device(x)
+                else:
+                    from nbkernels.launch.memory import stream_handle
+
+                    x = as_device_array(x, 0 if self.stream is None else stream_handle(self.stream))
+            setattr(self, name, x)
+
+    def result(self, shape, dtype, out=None, name="out"):
+        """A DeviceArray to write into: that of ``out`` (checked), or a new array of the first array's kind."""
+        if out is not None:
+            described = getattr(self, name)
+            _check_shape(name, described, shape)
+            if described.dtype != dtype:
+                raise TypeError(f"{name}: {described.dtype}, wanted {dtype}")
+            self.returned = out
+            return described
+        kind = library(self.first)
+        if kind == "torch" and not self.copied:
+            import torch
+
+            self.returned = torch.empty(shape, dtype=getattr(torch, str(dtype)), device=self.first.device)
+        elif kind == "cupy":
+            import cupy
+
+            self.returned = cupy.empty(shape, dtype)
+        else:
+            from nbkernels.launch.memory import empty
+
+            self.returned = empty(shape, dtype)
+        return as_device_array(self.returned)
+
+    def hand_out(self, array, returned):
+        """The result in the caller's kind. array: the DeviceArray written; returned: the object ``result`` made or took."""
+        if self.copied:
+            from nbkernels.launch.memory import to_host
+
+            return _to_host_kind(to_host(array), self.first, None if returned is array else returned)
+        if returned is not array or library(self.first) == "nbkernels":
+            return returned
+        return _from_device_array(array, self.first)
+
+
+def _to_host_kind(values, first, out):
+    """NumPy values -> the host kind of ``first``; written into ``out`` where one was given."""
+    if out is not None:
+        as_host_array(out)[...] = values
+        return out
+    if library(first) == "torch":
+        import torch
+
+        if str(values.dtype) == "bfloat16":
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+    if library(first) == "jax":
+        import jax.numpy
+
+        return jax.numpy.asarray(values)
+    return values
+
+
+def _from_device_array(array, first):
+    """A DeviceArray of ours -> the kind of ``first``, sharing the memory."""
+    kind = library(first)
+    if kind == "jax":
+        import jax.dlpack
+
+        # JAX reads on its own stream, and knows nothing of ours
+        from nbkernels.launch.memory import synchronize
+
+        synchronize()
+        return jax.dlpack.from_dlpack(array)
+    if kind == "numba":
+        from numba import cuda
+
+        return cuda.as_cuda_array(array)
+    return array
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------------
+
+
+def _check_float(**arrays):
+    """All of one float dtype, which is returned."""
+    dtype = None
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if x.dtype not in FLOATS:
+            raise TypeError(f"{name}: {x.dtype}, wanted float32, float16 or bfloat16")
+        if dtype is None:
+            dtype, first = x.dtype, name
+        elif x.dtype != dtype:
+            raise TypeError(f"{name}: {x.dtype}, wanted {dtype} as {first}")
+    return dtype
+
+
+def _check_dtype(dtype, **arrays):
+    for name, x in arrays.items():
+        if x is not None and x.dtype != dtype:
+            raise TypeError(f"{name}: {x.dtype}, wanted {np.dtype(dtype)}")
+
+
+def _check_shape(name, x, shape):
+    if x is not None and tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, wanted {tuple(shape)}")
+
+
+def _check_axes(name, x, axes):
+    if len(x.shape) != len(axes):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}, wanted [{', '.join(axes)}]")
+
+
+def _check_rows(name, x):
+    if len(x.shape) == 0:
+        raise ValueError(f"{name}: a scalar, wanted at least one axis")
+
+
+def _check_contiguous_last(**arrays):
+    """Device arrays only: the kernels read along the last axis."""
+    for name, x in arrays.items():
+        if x is not None and len(x.shape) and x.shape[-1] > 1 and x.size and x.strides[-1] != 1:
+            raise ValueError(
+                f"{name}: strides {tuple(x.strides)} in elements; the last axis must be contiguous (make a contiguous copy first)"
+            )
+
+
+def _span(x):
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.strides, strict=True))
+    return x.pointer, x.pointer + extent * x.itemsize
+
+
+def _check_overlap(out, *, same=(), other=()):
+    """``out`` may be one of ``same`` element for element; sharing memory otherwise is refused. Pairs (name, array)."""
+    if out is None or out.size == 0:
+        return
+    low, high = _span(out)
+    for allowed, pairs in ((True, same), (False, other)):
+        for name, x in pairs:
+            if x is None or x.size == 0:
+                continue
+            start, end = _span(x)
+            if start >= high or end <= low:
+                continue
+            if allowed and x.pointer == out.pointer and x.shape == out.shape and x.strides == out.strides:
+                continue
+            raise ValueError(f"out: shares memory with {name}, which is still read when out is written")
+
+
+def _check_number(name, value, *, positive=False, least=None):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: {type(value).__name__}, wanted a number")
+    if value != value:
+        raise ValueError(f"{name}: NaN")
+    if positive and not value > 0:
+        raise ValueError(f"{name}: {value}, wanted a number above 0")
+    if least is not None and value < least:
+        raise ValueError(f"{name}: {value}, wanted at least {least}")
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name}: {value!r}, wanted one of {', '.join(repr(c) for c in choices)}")
+
+
+def _kernels(name):
+    """A module of nbkernels.kernels, imported when its first launch is due: a CPU never imports Numba."""
+    return import_module(f"nbkernels.kernels.{name}")
+
+
+def _merge_rows(arrays):
+    """Collapse the leading axes of arrays of one shape into as few as their strides allow: yields tuples of [rows, columns].
+
+    None among the arrays stays None. Where the rows of some array do not lie at one stride, the outer axes are walked.
+    """
+    shape = next(x for x in arrays if x is not None).shape
+    if len(shape) == 2:
+        yield arrays
+        return
+    if len(shape) == 1:
+        yield tuple(x if x is None else x[None] for x in arrays)
+        return
+    try:
+        merged = tuple(x if x is None else _as_rows(x) for x in arrays)
+    except ValueError:
+        for i in range(shape[0]):
+            yield from _merge_rows(tuple(x if x is None else x[i] for x in arrays))
+    else:
+        yield merged
+
+
+def _as_rows(x):
+    rows = x[..., 0].reshape(-1)
+    return DeviceArray(x.pointer, (rows.shape[0], x.shape[-1]), (rows.strides[0], 1), x.dtype, x.owner)
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def softmax(x, *, scale=1.0, out=None, stream=None):
+    """exp(scale·x - max) / sum over the last axis. x [..., columns] float -> the same shape and dtype; out may be x.
+
+    A row of -inf is NaN, and a NaN in a row makes it NaN.
+    """
+    call = _Call(stream, x=x, out=out)
+    dtype = _check_float(x=call.x)
+    _check_rows("x", call.x)
+    _check_number("scale", scale)
+    if call.on_host:
+        _check_out(call, call.x.shape, dtype)
+        return _finish_host(reference.softmax(call.x, scale=scale), x, out)
+    _check_contiguous_last(x=call.x, out=call.out)
+    y = call.result(call.x.shape, dtype, out)
+    _check_overlap(call.out, same=[("x", call.x)])
+    if y.size:
+        run = _kernels("softmax").run
+        for rows, result in _merge_rows((call.x, y)):
+            run(rows, result, float(scale), call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, out=None, stream=None):
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last axis, var the mean square deviation.
+
+    x [..., columns]; weight, bias [columns] of x's dtype or float32; residual of x's shape and dtype. With residual returns
+    (norm(x + residual), x + residual) from one pass, the sum written into a new array. out may be x or residual.
+    """
+    return _norm("layer_norm", x, weight, bias, residual, eps, out, stream)
+
+
+def rms_norm(x, weight=None, *, residual=None, eps=1e-6, out=None, stream=None):
+    """x / sqrt(mean(x²) + eps) · weight over the last axis; arguments and results as ``layer_norm``."""
+    return _norm("rms_norm", x, weight, None, residual, eps, out, stream)
+
+
+def _norm(name, x, weight, bias, residual, eps, out, stream):
+    call = _Call(stream, x=x, weight=weight, bias=bias, residual=residual, out=out)
+    dtype = _check_float(x=call.x, residual=call.residual)
+    _check_rows("x", call.x)
+    columns = call.x.shape[-1]
+    for argument in ("weight", "bias"):
+        array = getattr(call, argument)
+        if array is not None:
+            if array.dtype != dtype and array.dtype != np.float32:
+                raise TypeError(f"{argument}: {array.dtype}, wanted {dtype} as x, or float32")
+            _check_shape(argument, array, (columns,))
+    if call.weight is not None and call.bias is not None and call.weight.dtype != call.bias.dtype:
+        raise TypeError(f"bias: {call.bias.dtype}, wanted {call.weight.dtype} as weight")
+    _check_shape("residual", call.residual, call.x.shape)
+    _check_number("eps", eps, least=0)
+    if call.on_host:
+        _check_out(call, call.x.shape, dtype)
+        affine = (call.weight,) if name == "rms_norm" else (call.weight, call.bias)
+        value = getattr(reference, name)(call.x, *affine, residual=call.residual, eps=eps)
+        if residual is None:
+            return _finish_host(value, x, out)
+        return _finish_host(value[0], x, out), _finish_host(value[1], x, None)
+    _check_contiguous_last(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual, out=call.out)
+    total = total_returned = None
+    if residual is not None:
+        total = call.result(call.x.shape, dtype)
+        total_returned = call.returned
+    y = call.result(call.x.shape, dtype, out)
+    returned = call.returned
+    _check_overlap(
+        call.out,
+        same=[("x", call.x), ("residual", call.residual)],
+        other=[("weight", call.weight), ("bias", call.bias)],
+    )
+    if y.size:
+        run = _kernels(name).run
+        affine = (call.weight,) if name == "rms_norm" else (call.weight, call.bias)
+        for rows, added, result, summed in _merge_rows((call.x, call.residual, y, total)):
+            run(rows, *affine, added, result, summed, float(eps), call.device, call.stream)
+    if residual is None:
+        return call.hand_out(y, returned)
+    return call.hand_out(y, returned), call.hand_out(total, total_returned)
+
+
+def gelu(x, *, approximate="tanh", out=None, stream=None):
+    """x·Phi(x), Phi the normal distribution function: by its tanh form, or exactly with approximate="none". out may be x."""
+    call = _Call(stream, x=x, out=out)
+    dtype = _check_float(x=call.x)
+    _check_choice("approximate", approximate, ("tanh", "none"))
+    if call.on_host:
+        _check_out(call, call.x.shape, dtype)
+        return _finish_host(reference.gelu(call.x, approximate=approximate), x, out)
+    _check_contiguous_last(x=call.x, out=call.out)
+    y = call.result(call.x.shape, dtype, out)
+    _check_overlap(call.out, same=[("x", call.x)])
+    if y.size:
+        run = _kernels("activation").run_gelu
+        for rows, result in _merge_rows((call.x, y)):
+            run(rows, result, approximate, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+def silu_mul(gate, up, *, out=None, stream=None):
+    """gate / (1 + exp(-gate)) · up. gate, up of one shape [..., columns] and dtype, views of one fused array allowed.
+
+    out may be gate or up.
+    """
+    call = _Call(stream, gate=gate, up=up, out=out)
+    dtype = _check_float(gate=call.gate, up=call.up)
+    _check_shape("up", call.up, call.gate.shape)
+    if call.on_host:
+        _check_out(call, call.gate.shape, dtype)
+        return _finish_host(reference.silu_mul(call.gate, call.up), gate, out)
+    _check_contiguous_last(gate=call.gate, up=call.up, out=call.out)
+    y = call.result(call.gate.shape, dtype, out)
+    _check_overlap(call.out, same=[("gate", call.gate), ("up", call.up)])
+    if y.size:
+        run = _kernels("activation").run_silu_mul
+        for rows, other, result in _merge_rows((call.gate, call.up, y)):
+            run(rows, other, result, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+def _check_out(call, shape, dtype):
+    """Host results: ``out`` has the right shape and dtype."""
+    _check_shape("out", call.out, shape)
+    if call.out is not None and call.out.dtype != dtype:
+        raise TypeError(f"out: {call.out.dtype}, wanted {dtype}")
+
+
+def _finish_host(values, first, out):
+    if out is None and isinstance(first, np.ndarray):
+        return values
+    return _to_host_kind(values, first, out)
+
+
+# ---- matrices ----------------------------------------------------------------------------------------------------------------
+
+
+def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
+    """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
+
+    activation: None, "silu" or "gelu" (tanh form). out may be residual.
+    """
+    call = _Call(stream, x=x, weight=weight, bias=bias, residual=residual, out=out)
+    dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)
+    shape = _check_matmul(call, call.weight, activation)
+    if call.on_host:
+        _check_out(call, shape, dtype)
+        value = reference.matmul(call.x, call.weight, bias=call.bias, residual=call.residual, activation=activation)
+        return _finish_host(value, x, out)
+    return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out)
+
+
+def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
+    """``matmul`` with an Int8Weight of [out, in], dequantised on the way: sums in float32, the result in x's dtype."""
+    if not isinstance(weight, Int8Weight):
+        raise TypeError(f"weight: {type(weight).__name__}, wanted an Int8Weight (see quantize_int8)")
+    call = _Call(stream, x=x, values=weight.values, scales=weight.scales, bias=bias, residual=residual, out=out)
+    dtype = _check_float(x=call.x, bias=call.bias, residual=call.residual)
+    _check_dtype(np.int8, **{"weight.values": call.values})
+    _check_dtype(np.float32, **{"weight.scales": call.scales})
+    described = Int8Weight(call.values, call.scales, weight.group_size)
+    shape = _check_matmul(call, described, activation)
+    if call.on_host:
+        _check_out(call, shape, dtype)
+        value = reference.int8_matmul(call.x, described, bias=call.bias, residual=call.residual, activation=activation)
+        return _finish_host(value, x, out)
+    _check_contiguous_last(**{"weight.scales": call.scales})
+    return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out)
+
+
+def _check_matmul(call, weight, activation):
+    _check_rows("x", call.x)
+    _check_axes("weight", weight, ("out", "in"))
+    if call.x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"x: shape {tuple(call.x.shape)}, wanted {weight.shape[1]} columns as weight {tuple(weight.shape)}"
+        )
+    shape = (*call.x.shape[:-1], weight.shape[0])
+    _check_shape("bias", call.bias, (weight.shape[0],))
+    _check_shape("residual", call.residual, shape)
+    _check_choice("activation", activation, ACTIVATIONS)
+    return shape
+
+
+def _run_matmul(name, call, weight, shape, dtype, activation, out):
+    values = weight.values if isinstance(weight, Int8Weight) else weight
+    _check_contiguous_last(x=call.x, weight=values, bias=call.bias, residual=call.residual, out=call.out)
+    y = call.result(shape, dtype, out)
+    _check_overlap(
+        call.out, same=[("residual", call.residual)], other=[("x", call.x), ("weight", values), ("bias", call.bias)]
+    )
+    if y.size:
+        run = _kernels(name).run
+        for rows, added, result in _merge_matmul_rows(call.x, call.residual, y):
+            run(rows, weight, call.bias, added, activation, result, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+def _merge_matmul_rows(x, residual, y):
+    """As _merge_rows for arrays whose last axes differ."""
+    if x.ndim == 2:
+        yield x, residual, y
+        return
+    if x.ndim == 1:
+        yield x[None], None if residual is None else residual[None], y[None]
+        return
+    try:
+        merged = (_as_rows(x), None if residual is None else _as_rows(residual), _as_rows(y))
+    except ValueError:
+        for i in range(x.shape[0]):
+            yield from _merge_matmul_rows(x[i], None if residual is None else residual[i], y[i])
+    else:
+        yield merged
+
+
+def quantize_int8(weight, *, group_size=None, stream=None):
+    """Symmetric int8 quantisation: values = round(weight / scale), scale = max|weight| / 127 of a row or group.
+
+    weight [out, in] float; group_size: columns a scale (the last group may be short), None for one scale a row
+    -> Int8Weight with values int8 [out, in] and scales float32 [out, groups] of the weight's kind.
+    """
+    call = _Call(stream, weight=weight)
+    _check_float(weight=call.weight)
+    _check_axes("weight", call.weight, ("out", "in"))
+    if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer))):
+        raise TypeError(f"group_size: {type(group_size).__name__}, wanted an integer or None")
+    if group_size is not None and group_size < 1:
+        raise ValueError(f"group_size: {group_size}, wanted a positive number of columns or None")
+    group_size = None if group_size is None else int(group_size)
+    if call.on_host:
+        quantised = reference.quantize_int8(call.weight, group_size=group_size)
+        values, scales = (_finish_host(a, weight, None) for a in (quantised.values, quantised.scales))
+        return Int8Weight(values, scales, group_size)
+    _check_contiguous_last(weight=call.weight)
+    rows, columns = call.weight.shape
+    groups = 1 if group_size is None else max(1, -(-columns // group_size))
+    values = call.result((rows, columns), np.dtype(np.int8))
+    values_returned = call.returned
+    scales = call.result((rows, groups), np.dtype(np.float32))
+    scales_returned = call.returned
+    if rows:
+        _kernels("quantize").run(call.weight, values, scales, group_size, call.device, call.stream)
+    return Int8Weight(call.hand_out(values, values_returned), call.hand_out(scales, scales_returned), group_size)
+
+
+def embedding(ids, table, *, dtype=None, out=None, stream=None):
+    """table[ids]. ids int32 [...]; table [vocab, hidden] float, or an Int8Weight -> [..., hidden].
+
+    dtype: of the result of an Int8Weight (default float32); a dense table gives its own. An id outside the vocabulary reads
+    nothing and gives a row of zeros on the device, ValueError on the CPU.
+    """
+    quantised = isinstance(table, Int8Weight)
+    parts = {"values": table.values, "scales": table.scales} if quantised else {"table": table}
+    call = _Call(stream, ids=ids, **parts, out=out)
+    _check_dtype(np.int32, ids=call.ids)
+    if quantised:
+        _check_dtype(np.int8, **{"table.values": call.values})
+        _check_dtype(np.float32, **{"table.scales": call.scales})
+        described = Int8Weight(call.values, call.scales, table.group_size)
+        dtype = np.dtype(np.float32 if dtype is None else dtype)
+    else:
+        described = call.table
+        own = _check_float(table=described)
+        dtype = own if dtype is None else np.dtype(dtype)
+        if dtype != own:
+            raise TypeError(f"dtype: {dtype}, wanted {own} as table")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype: {dtype}, wanted float32, float16 or bfloat16")
+    _check_axes("table", described, ("vocab", "hidden"))
+    shape = (*call.ids.shape, described.shape[1])
+    if call.on_host:
+        _check_out(call, shape, dtype)
+        if call.ids.size and (call.ids.min() < 0 or call.ids.max() >= described.shape[0]):
+            raise ValueError(f"ids: {call.ids.min()} to {call.ids.max()} for a vocabulary of {described.shape[0]}")
+        return _finish_host(reference.embedding(call.ids, described, dtype=dtype), ids, out)
+    dense = described.values if quantised else described
+    _check_contiguous_last(table=dense, out=call.out)
+    if not call.ids.is_contiguous:
+        raise ValueError(f"ids: strides {call.ids.strides}, wanted a contiguous array")
+    if call.out is not None and not call.out.is_contiguous:
+        raise ValueError(f"out: strides {call.out.strides}, wanted a contiguous array")
+    y = call.result(shape, dtype, out)
+    _check_overlap(call.out, other=[("table", dense)])
+    if y.size:
+        flat = y.reshape(-1, shape[-1])
+        _kernels("embedding").run(call.ids.reshape(-1), described, flat, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------------------
+
+
+def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, stream=None):
+    """Rotary embedding of q and k, and k and v written into the cache, in one pass. Returns the rotated q; out may be q.
+
+    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] (all may be views of one fused array);
+    cos, sin float32 [max_position, rotary_dim / 2], rotary_dim at most head_dim: element i is paired with
+    i + rotary_dim / 2 and what lies past rotary_dim is left as it is; positions int32 [batch]: where each sequence's first
+    token stands; k_cache, v_cache [batch, capacity, kv_heads, head_dim]: token t goes to positions[b] + t. A position outside
+    of the cache or the table writes nothing on the device, and raises ValueError on the CPU.
+    """
+    call = _Call(
+        stream, q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache, out=out
+    )
+    dtype = _check_float(q=call.q, k=call.k, v=call.v, k_cache=call.k_cache, v_cache=call.v_cache)
+    _check_dtype(np.float32, cos=call.cos, sin=call.sin)
+    _check_dtype(np.int32, positions=call.positions)
+    _check_axes("q", call.q, ("batch", "tokens", "heads", "head_dim"))
+    _check_axes("k", call.k, ("batch", "tokens", "kv_heads", "head_dim"))
+    batch, tokens, _, head_dim = call.q.shape
+    kv_heads = call.k.shape[2]
+    _check_shape("k", call.k, (batch, tokens, kv_heads, head_dim))
+    _check_shape("v", call.v, call.k.shape)
+    _check_axes("cos", call.cos, ("max_position", "rotary_dim / 2"))
+    _check_shape("sin", call.sin, call.cos.shape)
+    if 2 * call.cos.shape[1] > head_dim:
+        raise ValueError(f"cos: shape {tuple(call.cos.shape)}, wanted at most head_dim / 2 = {head_dim // 2} columns")
+    _check_shape("positions", call.positions, (batch,))
+    _check_axes("k_cache", call.k_cache, ("batch", "capacity", "kv_heads", "head_dim"))
+    _check_shape("k_cache", call.k_cache, (batch, call.k_cache.shape[1], kv_heads, head_dim))
+    _check_shape("v_cache", call.v_cache, call.k_cache.shape)
+    if call.on_host:
+        _check_out(call, call.q.shape, dtype)
+        value = reference.rotary_append(
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache
+        )
+        return _finish_host(value, q, out)
+    _check_contiguous_last(
+        q=call.q, k=call.k, v=call.v, cos=call.cos, sin=call.sin, positions=call.positions,
+        k_cache=call.k_cache, v_cache=call.v_cache, out=call.out,
+    )  # fmt: skip
+    if call.copied:
+        raise TypeError("k_cache: host arrays are not written through a GPU; pass device arrays")
+    y = call.result(call.q.shape, dtype, out)
+    _check_overlap(call.out, same=[("q", call.q)], other=[("k", call.k), ("v", call.v)])
+    if y.size or call.k.size:
+        _kernels("rotary").run(
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache, y,
+            call.device, call.stream,
+        )  # fmt: skip
+    return call.hand_out(y, call.returned)
+
+
+def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None, out=None, stream=None):
+    """softmax(scale · q kᵀ, masked) v, head by head. Returns q's shape and dtype.
+
+    q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim], heads a multiple of kv_heads (GQA);
+    head_dim up to 256. kv_lengths int32 [batch]: how many keys each sequence has (default kv_len). With n keys, query i
+    stands at position n - q_len + i: causal hides later keys; window (at least 1) keeps the last ``window`` keys up to and
+    with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim).
+    """
+    call = _Call(stream, q=q, k=k, v=v, kv_lengths=kv_lengths, out=out)
+    dtype = _check_float(q=call.q, k=call.k, v=call.v)
+    _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
+    _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
+    batch, _, heads, head_dim = call.q.shape
+    kv_len, kv_heads = call.k.shape[1:3]
+    _check_shape("k", call.k, (batch, kv_len, kv_heads, head_dim))
+    _check_shape("v", call.v, call.k.shape)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of k")
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"q: head_dim {head_dim}, wanted 1 to 256")
+    if scale is not None:
+        _check_number("scale", scale)
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
+            raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
+        _check_number("window", window, least=1)
+    _check_dtype(np.int32, kv_lengths=call.kv_lengths)
+    _check_shape("kv_lengths", call.kv_lengths, (batch,))
+    if call.on_host:
+        _check_out(call, call.q.shape, dtype)
+        value = reference.attention(
+            call.q, call.k, call.v, causal=causal, scale=scale, window=window, kv_lengths=call.kv_lengths
+        )
+        return _finish_host(value, q, out)
+    _check_contiguous_last(q=call.q, k=call.k, v=call.v, kv_lengths=call.kv_lengths, out=call.out)
+    y = call.result(call.q.shape, dtype, out)
+    _check_overlap(call.out, other=[("q", call.q), ("k", call.k), ("v", call.v)])
+    if y.size:
+        _kernels("attention").run(
+            call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
+            None if window is None else int(window), call.kv_lengths, y, call.device, call.stream,
+        )  # fmt: skip
+    return call.hand_out(y, call.returned)
+
+
+def advance(lengths, tokens, *, stream=None):
+    """lengths += tokens, in place and without a host round trip. lengths int32 [batch]."""
+    call = _Call(stream, lengths=lengths)
+    _check_dtype(np.int32, lengths=call.lengths)
+    _check_axes("lengths", call.lengths, ("batch",))
+    if call.on_host:
+        reference.advance(call.lengths, tokens)
+        return
+    if call.copied:
+        raise TypeError("lengths: a host array is not written through a GPU; pass a device array")
+    _check_contiguous_last(lengths=call.lengths)
+    if call.lengths.size:
+        _kernels("advance").run(call.lengths, int(tokens), call.device, call.stream)
+
+
+# ---- choosing a token --------------------------------------------------------------------------------------------------------
+
+
+def argmax(x, *, out=None, stream=None):
+    """The first index of the largest element over the last axis, a NaN counting as largest. x [..., columns] -> int32 [...]."""
+    call = _Call(stream, x=x, out=out)
+    _check_float(x=call.x)
+    _check_rows("x", call.x)
+    shape = call.x.shape[:-1]
+    if call.x.shape[-1] == 0:
+        raise ValueError(f"x: shape {tuple(call.x.shape)}, wanted at least one column")
+    dtype = np.dtype(np.int32)
+    if call.on_host:
+        _check_out(call, shape, dtype)
+        return _finish_host(reference.argmax(call.x), x, out)
+    _check_contiguous_last(x=call.x)
+    if call.out is not None and not call.out.is_contiguous:
+        raise ValueError(f"out: strides {call.out.strides}, wanted a contiguous array")
+    y = call.result(shape, dtype, out)
+    if y.size:
+        # one launch a run of rows at one stride; the results follow one another
+        flat, start = y.reshape(-1), 0
+        for (rows,) in _merge_rows((call.x,)):
+            _kernels("argmax").run(rows, flat[start : start + rows.shape[0]], call.device, call.stream)
+            start += rows.shape[0]
+    return call.hand_out(y, call.returned)
+
+
+def sample(
+    logits,
+    *,
+    temperature,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    repetition_penalty=1.0,
+    seen=None,
+    seed=0,
+    step=None,
+    out=None,
+    stream=None,
+):
+    """Draw one token a row: repetition penalty, temperature, top-k, top-p, min-p, then the draw. -> int32 [rows]
+
+    logits [rows, vocab] float. seen uint8 [rows, vocab]: a token with a mark is penalised, and the chosen one gets a mark.
+    temperature 0 takes the largest. top_k: the k largest; top_p in (0, 1]: the smallest set of largest tokens that has this
+    share of the probability; min_p in [0, 1]: those at least min_p as likely as the likeliest. The draw depends on seed
+    (0 to 2^64 - 1), step (int32 [1]; default 0), row and token alone: the same on every device.
+    """
+    call = _Call(stream, logits=logits, seen=seen, step=step, out=out)
+    _check_float(logits=call.logits)
+    _check_axes("logits", call.logits, ("rows", "vocab"))
+    rows, vocab = call.logits.shape
+    if vocab == 0:
+        raise ValueError(f"logits: shape {tuple(call.logits.shape)}, wanted at least one column")
+    _check_number("temperature", temperature, least=0)
+    if top_k is not None:
+        if isinstance(top_k, bool) or not isinstance(top_k, (int, np.integer)):
+            raise TypeError(f"top_k: {type(top_k).__name__}, wanted an integer or None")
+        _check_number("top_k", top_k, least=1)
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            _check_number(name, value)
+            if not (0 < value <= 1 if name == "top_p" else 0 <= value <= 1):
+                raise ValueError(f"{name}: {value}, wanted {'(0, 1]' if name == 'top_p' else '[0, 1]'}")
+    _check_number("repetition_penalty", repetition_penalty, positive=True)
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed: {seed}, wanted 0 to 2^64 - 1")
+    _check_dtype(np.uint8, seen=call.seen)
+    _check_shape("seen", call.seen, (rows, vocab))
+    _check_dtype(np.int32, step=call.step)
+    _check_shape("step", call.step, (1,))
+    options = {
+        "temperature": float(temperature),
+        "top_k": None if top_k is None else int(top_k),
+        "top_p": None if top_p is None else float(top_p),
+        "min_p": None if min_p is None else float(min_p),
+        "repetition_penalty": float(repetition_penalty),
+        "seed": int(seed),
+    }
+    dtype = np.dtype(np.int32)
+    if call.on_host:
+        _check_out(call, (rows,), dtype)
+        return _finish_host(reference.sample(call.logits, seen=call.seen, step=call.step, **options), logits, out)
+    _check_contiguous_last(logits=call.logits, seen=call.seen, out=call.out)
+    y = call.result((rows,), dtype, out)
+    if rows:
+        _kernels("sampling").run(call.logits, call.seen, call.step, y, options, call.device, call.stream)
+    return call.hand_out(y, call.returned)

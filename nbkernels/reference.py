@@ -1,0 +1,303 @@
+"""Every operation in NumPy: what each one means.
+
+This is what the kernels are held against and what ``device="cpu"`` runs. The arithmetic is float32, or float64 where an
+input is float64: the tests pass float64 copies of their inputs and get the value a kernel is compared with. The output has
+the dtype of the (first) input. Shapes are checked by ``nbkernels.ops``, which is the public face of these functions.
+"""
+
+import math
+
+import numpy as np
+
+from nbkernels.arrays import Int8Weight
+
+
+def _work(x):
+    """x in the dtype the arithmetic runs in: float64 stays, all else becomes float32."""
+    return x if x.dtype in (np.float32, np.float64) else x.astype(np.float32)
+
+
+def softmax(x, *, scale=1.0):
+    """exp(scale·x - max) / sum over the last axis. x [..., columns]. A row of -inf gives NaN, as does a NaN in the row."""
+    scores = _work(x) * scale
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
+        return (weights / weights.sum(axis=-1, keepdims=True)).astype(x.dtype, copy=False)
+
+
+def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5):
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last axis (Ba, Kiros, Hinton 2016).
+
+    With residual the sum x + residual is normalised and returned as the second value, rounded to x's dtype; the statistics
+    are those of the unrounded sum.
+    """
+    total = _work(x) if residual is None else _work(x) + _work(residual)
+    centred = total - total.mean(axis=-1, keepdims=True)
+    normalised = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return _affine(normalised, weight, bias, x, residual, total)
+
+
+def rms_norm(x, weight=None, *, residual=None, eps=1e-6):
+    """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang, Sennrich 2019); residual as in layer_norm."""
+    total = _work(x) if residual is None else _work(x) + _work(residual)
+    normalised = total / np.sqrt(np.mean(total * total, axis=-1, keepdims=True) + eps)
+    return _affine(normalised, weight, None, x, residual, total)
+
+
+def _affine(normalised, weight, bias, x, residual, total):
+    if weight is not None:
+        normalised = normalised * _work(weight)
+    if bias is not None:
+        normalised = normalised + _work(bias)
+    y = normalised.astype(x.dtype, copy=False)
+    return y if residual is None else (y, total.astype(x.dtype, copy=False))
+
+
+def _silu(x):
+    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is inf, and x / inf the right 0
+        return x / (1 + np.exp(-x))
+
+
+def _gelu_tanh(x):
+    # x·x·x and not x**3: NumPy's general power is some thirty times slower
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def _gelu_erf(x):
+    erf = np.frompyfunc(math.erf, 1, 1)
+    return 0.5 * x * (1 + erf(x / math.sqrt(2)).astype(x.dtype))
+
+
+def gelu(x, *, approximate="tanh"):
+    """x·Phi(x) with Phi the normal distribution function (Hendrycks, Gimpel 2016): exact ("none"), or by its tanh form."""
+    return (_gelu_tanh if approximate == "tanh" else _gelu_erf)(_work(x)).astype(x.dtype, copy=False)
+
+
+def silu_mul(gate, up):
+    """gate / (1 + exp(-gate)) · up, element by element (the gated unit SwiGLU of Shazeer 2020)."""
+    return (_silu(_work(gate)) * _work(up)).astype(gate.dtype, copy=False)
+
+
+_ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh}
+
+
+def matmul(x, weight, *, bias=None, residual=None, activation=None):
+    """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out]."""
+    product = _work(x) @ _work(weight).T
+    if bias is not None:
+        product = product + _work(bias)
+    product = _ACTIVATIONS[activation](product)
+    if residual is not None:
+        product = product + _work(residual)
+    return product.astype(x.dtype, copy=False)
+
+
+def quantize_int8(weight, *, group_size=None):
+    """Symmetric int8: values = round(weight / scale), scale = max|weight| / 127 a row, or a group of group_size columns.
+
+    weight [out, in] -> Int8Weight. A group of zeros has scale 0 and values 0.
+    """
+    dense = _work(weight)
+    out, columns = dense.shape
+    group = columns if group_size is None else group_size
+    groups = max(1, -(-columns // max(group, 1)))
+    padded = np.zeros((out, groups * group), dense.dtype)
+    padded[:, :columns] = dense
+    blocks = padded.reshape(out, groups, group)
+    scales = np.abs(blocks).max(axis=-1, initial=0.0) / 127
+    # divide by the scale, as the kernel does: a product with its reciprocal rounds some halves the other way
+    safe = np.where(scales > 0, scales, 1)[..., None]
+    values = np.clip(np.rint(blocks / safe), -127, 127).astype(np.int8)
+    values = np.ascontiguousarray(values.reshape(out, -1)[:, :columns])
+    return Int8Weight(values, scales.astype(np.float32), group_size)
+
+
+def dequantize_int8(weight, dtype=np.float32):
+    """values · scale of their group. Int8Weight -> [out, in] in dtype."""
+    columns = weight.values.shape[1]
+    if weight.group_size is None:
+        scales = weight.scales
+    else:
+        scales = np.repeat(weight.scales, weight.group_size, axis=1)[:, :columns]
+    work = np.float64 if dtype == np.float64 else np.float32
+    return (weight.values.astype(work) * scales).astype(dtype, copy=False)
+
+
+def int8_matmul(x, weight, *, bias=None, residual=None, activation=None):
+    """activation(x @ dequantised(weight)ᵀ + bias) + residual. x [..., in], weight Int8Weight of [out, in]."""
+    dense = dequantize_int8(weight, np.float64 if x.dtype == np.float64 else np.float32)
+    return matmul(x, dense, bias=bias, residual=residual, activation=activation)
+
+
+def embedding(ids, table, *, dtype=None):
+    """table[ids]. ids int32 [...], table [vocab, hidden] or Int8Weight -> [..., hidden] in dtype (default the table's, float32)."""
+    if isinstance(table, Int8Weight):
+        rows = Int8Weight(table.values[ids.ravel()], table.scales[ids.ravel()], table.group_size)
+        return dequantize_int8(rows, dtype or np.float32).reshape(*ids.shape, -1)
+    return table[ids].astype(dtype or table.dtype, copy=False)
+
+
+def _rotate(x, cos, sin):
+    half = cos.shape[-1]
+    first, second, rest = np.split(_work(x), (half, 2 * half), axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [batch, tokens, 1, half]
+    rotated = np.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
+    return rotated.astype(x.dtype, copy=False)
+
+
+def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache):
+    """Rotary position embedding (Su et al. 2021) of q and k, and k, v written into the cache. Returns the rotated q.
+
+    q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim]; cos, sin [max_position, rotary_dim / 2];
+    positions int32 [batch], of each sequence's first token; caches [batch, capacity, kv_heads, head_dim], written in place.
+    Element i is paired with i + rotary_dim / 2; what lies past rotary_dim is left as it is.
+    """
+    batch, tokens = q.shape[:2]
+    steps = positions[:, None] + np.arange(tokens)  # [batch, tokens]
+    limit = min(k_cache.shape[1], cos.shape[0])
+    if tokens and batch and (steps.min() < 0 or steps.max() >= limit):
+        raise ValueError(f"positions: {steps.min()} to {steps.max()} do not fit into 0 to {limit - 1}")
+    cos, sin = cos[steps], sin[steps]
+    row = np.arange(batch)[:, None]
+    k_cache[row, steps] = _rotate(k, cos, sin).astype(k_cache.dtype, copy=False)
+    v_cache[row, steps] = v.astype(v_cache.dtype, copy=False)
+    return _rotate(q, cos, sin)
+
+
+def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None):
+    """softmax(scale · q kᵀ, masked) v, head by head; query heads share KV heads in groups (GQA, Ainslie et al. 2023).
+
+    q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim]; kv_lengths int32 [batch] (default kv_len).
+    With n keys, query i stands at position p = n - q_len + i: causal hides keys after p, window hides keys before
+    p - window + 1 and, being counted backwards, keys after p. A row that sees nothing is zero.
+    """
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[1:3]
+    scale = head_dim**-0.5 if scale is None else scale
+    out = np.zeros(q.shape, q.dtype)
+    for b in range(batch):
+        n = kv_len if kv_lengths is None else min(max(int(kv_lengths[b]), 0), kv_len)
+        if n == 0 or q_len == 0:
+            continue
+        query = _work(q[b]).reshape(q_len, kv_heads, heads // kv_heads, head_dim)
+        query = query.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)  # [kv_heads, group·q_len, head_dim]
+        key = _work(k[b, :n]).transpose(1, 2, 0)  # [kv_heads, head_dim, n]
+        value = _work(v[b, :n]).transpose(1, 0, 2)  # [kv_heads, n, head_dim]
+        scores = ((query * scale) @ key).reshape(kv_heads, -1, q_len, n)
+        behind = (n - q_len + np.arange(q_len))[:, None] - np.arange(n)  # how far each key lies behind each query
+        visible = np.ones((q_len, n), bool)
+        if causal or window is not None:
+            visible &= behind >= 0
+        if window is not None:
+            visible &= behind < window
+        if not visible.all():
+            scores = np.where(visible, scores, -np.inf)
+        seen = visible.any(axis=-1)[:, None]  # [q_len, 1]
+        largest = np.where(seen, scores.max(axis=-1, keepdims=True), 0)
+        weights = np.exp(scores - largest)
+        weights /= np.where(seen, weights.sum(axis=-1, keepdims=True), 1)
+        result = weights.reshape(kv_heads, -1, n) @ value  # [kv_heads, group·q_len, head_dim]
+        result = result.reshape(kv_heads, -1, q_len, head_dim).transpose(2, 0, 1, 3)
+        out[b] = result.reshape(q_len, heads, head_dim).astype(q.dtype, copy=False)
+    return out
+
+
+def advance(lengths, tokens):
+    """lengths += tokens, in place. lengths int32 [batch]."""
+    lengths += np.int32(tokens)
+
+
+def argmax(x):
+    """The first index of the largest element over the last axis; a NaN counts as largest. x [..., columns] -> int32 [...]."""
+    return np.argmax(x, axis=-1).astype(np.int32)
+
+
+def philox(counter, key):
+    """Philox4x32-10, a counter-based random generator (Salmon et al. 2011): the first of the four words.
+
+    counter: four uint32 arrays that broadcast; key: two Python integers below 2^32. Returns uint32.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in np.broadcast_arrays(*counter))
+    k0, k1 = key
+    low = np.uint64(0xFFFFFFFF)
+    shift = np.uint64(32)
+    for _ in range(10):
+        product0 = c0 * np.uint64(0xD2511F53)
+        product1 = c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            (product1 >> shift) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            (product0 >> shift) ^ c3 ^ np.uint64(k1),
+            product0 & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0.astype(np.uint32)
+
+
+def _gumbel(rows, vocab, seed, step):
+    """-log(-log(u)) for u uniform in (0, 1) on a grid of 2^-24 (so that no float32 rounds to 0 or 1). [rows, vocab]"""
+    counter = (np.arange(vocab), np.full(1, step), np.arange(rows)[:, None], np.zeros(1))
+    words = philox(counter, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    uniform = ((words >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2**-23)
+    return -np.log(-np.log(uniform))
+
+
+def penalise(logits, penalty, seen):
+    """Repetition penalty (Keskar et al. 2019): logits of seen tokens divided by it where positive, multiplied elsewhere."""
+    if penalty == 1.0 or seen is None:
+        return logits
+    return np.where(seen != 0, np.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def sampling_filter(scores, *, top_k=None, top_p=None, min_p=None):
+    """Which tokens may be drawn. scores [rows, vocab], already divided by the temperature -> bool [rows, vocab].
+
+    top_k keeps the k largest (and their ties); top_p then keeps the smallest set of largest tokens whose share of what is
+    left reaches p (and ties; Holtzman et al. 2020); min_p keeps those at least min_p as likely as the likeliest.
+    """
+    keep = np.ones(scores.shape, bool)
+    vocab = scores.shape[-1]
+    if top_k is not None and top_k < vocab:
+        keep &= scores >= np.partition(scores, vocab - top_k, axis=-1)[:, vocab - top_k, None]
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    if top_p is not None and top_p < 1:
+        kept = np.where(keep, weights, 0)
+        descending = -np.sort(-kept, axis=-1)
+        before = np.cumsum(descending, axis=-1) - descending  # the share of those strictly in front
+        enough = before < top_p * kept.sum(axis=-1, keepdims=True)
+        last = np.count_nonzero(enough, axis=-1).clip(1)[:, None] - 1
+        keep &= kept >= np.take_along_axis(descending, last, axis=-1)
+    if min_p is not None:
+        keep &= weights >= min_p
+    return keep
+
+
+def sample(
+    logits,
+    *,
+    temperature,
+    top_k=None,
+    top_p=None,
+    min_p=None,
+    repetition_penalty=1.0,
+    seen=None,
+    seed=0,
+    step=None,
+):
+    """One token a row. logits [rows, vocab] -> int32 [rows]; seen uint8 [rows, vocab] is read and the token marked in it.
+
+    Penalty, temperature and filters, then the draw as the largest of score + Gumbel noise (Gumbel 1954), the noise from
+    Philox at counter (token, step, row, 0): a seed gives the same tokens on every device. temperature 0 takes the largest.
+    step int32 [1] (None: 0).
+    """
+    scores = penalise(_work(logits), repetition_penalty, seen)
+    if temperature > 0:
+        scores = scores / np.float32(temperature)
+        keep = sampling_filter(scores, top_k=top_k, top_p=top_p, min_p=min_p)
+        noise = _gumbel(*scores.shape, seed, 0 if step is None else int(step[0]))
+        # the largest score is taken off first: at a tiny temperature scores are huge, and noise would vanish in them
+        scores = np.where(keep, scores - scores.max(axis=-1, keepdims=True) + noise, -np.inf)
+    chosen = argmax(scores)
+    if seen is not None:
+        seen[np.arange(len(chosen)), chosen] = 1
+    return chosen
