@@ -115,10 +115,9 @@ def quantize_int8(weight, *, group_size=None):
 def dequantize_int8(weight, dtype=np.float32):
     """values · scale of their group. Int8Weight -> [out, in] in dtype."""
     columns = weight.values.shape[1]
-    if weight.group_size is None:
-        scales = weight.scales
-    else:
-        scales = np.repeat(weight.scales, weight.group_size, axis=1)[:, :columns]
+    scales = weight.scales
+    if weight.group_size is not None:
+        scales = np.repeat(scales, weight.group_size, axis=1)[:, :columns]
     work = np.float64 if dtype == np.float64 else np.float32
     return (weight.values.astype(work) * scales).astype(dtype, copy=False)
 
@@ -130,7 +129,7 @@ def int8_matmul(x, weight, *, bias=None, residual=None, activation=None):
 
 
 def embedding(ids, table, *, dtype=None):
-    """table[ids]. ids int32 [...], table [vocab, hidden] or Int8Weight -> [..., hidden] in dtype (default the table's, float32)."""
+    """table[ids]. ids int32 [...], table [vocab, hidden] or Int8Weight -> [..., hidden] in dtype."""
     if isinstance(table, Int8Weight):
         rows = Int8Weight(table.values[ids.ravel()], table.scales[ids.ravel()], table.group_size)
         return dequantize_int8(rows, dtype or np.float32).reshape(*ids.shape, -1)

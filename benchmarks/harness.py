@@ -1,0 +1,166 @@
+"""How a benchmark is timed, printed and kept.
+
+A case is a row: an operation on one shape, the bytes and FLOPs it must do, our call and the peers' calls. Each call is captured
+into a CUDA graph that runs it once on every set of a ring of inputs that together exceed the L2 cache several times, so
+that neither launch cost nor a warm cache is in the figure; the median replay is divided by the number of sets.
+"""
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+
+import torch
+
+RING_BYTES = 512 * 2**20  # several times the 60 MB L2 of an H200
+REPLAYS = 20
+
+
+@dataclass
+class Case:
+    """One row. calls: name -> function of one input set; "nbkernels" is ours. make: a fresh input set."""
+
+    operation: str
+    shape: str
+    dtype: str
+    bytes: int
+    flops: int
+    make: object
+    calls: dict
+
+
+@dataclass
+class Result:
+    """The microseconds of one call by name, and what they mean."""
+
+    operation: str
+    shape: str
+    dtype: str
+    bytes: int
+    flops: int
+    microseconds: dict = field(default_factory=dict)
+
+    @property
+    def best_peer(self):
+        """(name, microseconds) of the fastest call that is not ours, or None."""
+        peers = {k: v for k, v in self.microseconds.items() if k != "nbkernels"}
+        return min(peers.items(), key=lambda item: item[1]) if peers else None
+
+
+def time_call(function, inputs):
+    """Median microseconds of one call, over replays of a graph that calls it once an input set."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for one in inputs:
+                function(one)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for one in inputs:
+            function(one)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(inputs))
+    return statistics.median(times)
+
+
+def run_case(case):
+    """Time every call of a case; a peer that fails is left out and said so."""
+    sets = max(2, min(64, -(-RING_BYTES // max(case.bytes, 1))))
+    inputs = [case.make() for _ in range(sets)]
+    result = Result(case.operation, case.shape, case.dtype, case.bytes, case.flops)
+    for name, function in case.calls.items():
+        try:
+            result.microseconds[name] = time_call(function, inputs)
+        except Exception as error:
+            if name == "nbkernels":
+                raise
+            print(f"{case.operation} {case.shape}: {name} failed: {error}", file=sys.stderr)
+    return result
+
+
+def copy_speed():
+    """Bytes a second, read and written, of a large device-to-device copy: the ceiling of the memory-bound operations."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (time_call(lambda _: target.copy_(source), [None, None]) * 1e-6)
+
+
+def environment(command):
+    """What a figure was measured on."""
+    versions = {}
+    for name in ("nbkernels", "numba", "numba-cuda", "cuda-core", "llvmlite", "numpy", "torch", "triton"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    driver = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": driver.name,
+        "cuda_driver": _driver_version(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "commit": commit,
+        "command": command,
+    }
+
+
+def _driver_version():
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def report(results, copy_bytes_a_second, path, command):
+    """Print the table and, where a path is given, write the JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"copy: {copy_bytes_a_second / 1e12:.2f} TB/s", title_justify="left")
+    for column in ("operation", "shape", "dtype"):
+        table.add_column(column)
+    for column in ("µs", "TB/s", "of copy", "TFLOP/s", "best peer", "peer µs", "speedup"):
+        table.add_column(column, justify="right")
+    for r in results:
+        ours = r.microseconds["nbkernels"]
+        speed = r.bytes / (ours * 1e-6)
+        peer = r.best_peer
+        table.add_row(
+            r.operation,
+            r.shape,
+            r.dtype,
+            f"{ours:.1f}",
+            f"{speed / 1e12:.2f}",
+            f"{speed / copy_bytes_a_second:.0%}",
+            f"{r.flops / (ours * 1e-6) / 1e12:.1f}",
+            peer[0] if peer else "",
+            f"{peer[1]:.1f}" if peer else "",
+            f"{peer[1] / ours:.2f}" if peer else "",
+        )
+    Console(width=140).print(table)
+    if path:
+        content = {
+            **environment(command),
+            "copy_bytes_a_second": copy_bytes_a_second,
+            "results": [asdict(r) for r in results],
+        }
+        with open(path, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
