@@ -252,6 +252,8 @@ def as_device_array(x, stream=0):
     if kind == "nbkernels":
         return x
     if kind == "torch":
+        if x.device.index:
+            raise ValueError(f"a tensor on {x.device}; the first GPU (cuda:0) is the only one supported yet")
         return DeviceArray(x.data_ptr(), tuple(x.shape), x.stride(), _torch_dtype(x.dtype), x)
     if not hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__"):
         raise TypeError(f"{type(x).__module__}.{type(x).__name__} speaks neither DLPack nor __cuda_array_interface__")

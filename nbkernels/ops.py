@@ -92,6 +92,9 @@ class _Call:
             import torch
 
             self.returned = torch.empty(shape, dtype=getattr(torch, str(dtype)), device=self.first.device)
+            if self.stream != torch.cuda.current_stream(self.first.device).cuda_stream:
+                # torch must not give the memory to others while the caller's stream still works on it
+                self.returned.record_stream(torch.cuda.ExternalStream(self.stream))
         elif kind == "cupy":
             import cupy
 
@@ -99,7 +102,7 @@ class _Call:
         else:
             from nbkernels.launch.memory import empty
 
-            self.returned = empty(shape, dtype)
+            self.returned = empty(shape, dtype, self.stream)
         return as_device_array(self.returned)
 
     def hand_out(self, array, returned):

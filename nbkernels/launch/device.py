@@ -5,6 +5,7 @@ where a GPU answers and "cpu" elsewhere.
 """
 
 import os
+import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Device:
 CPU = Device("cpu", "CPU (NumPy)")
 
 _chosen = ContextVar("nbkernels_device", default=None)
+_thread = threading.local()
 
 
 def parse_arch(arch):
@@ -83,9 +85,20 @@ def _toolkit_version():
     )
 
 
-@cache
 def cuda_device():
-    """The first CUDA device, made current. DeviceError where there is none that can run the kernels."""
+    """The first CUDA device, current in this thread. DeviceError where there is none that can run the kernels."""
+    device = _find_cuda_device()
+    if not getattr(_thread, "is_current", False):
+        # a driver context is current in one thread; each new thread has to take it up
+        from cuda.core import Device as CoreDevice
+
+        CoreDevice(0).set_current()
+        _thread.is_current = True
+    return device
+
+
+@cache
+def _find_cuda_device():
     driver_version = _driver_version()
     toolkit_version = _toolkit_version()
     if driver_version[0] < toolkit_version[0]:
@@ -121,11 +134,12 @@ def cuda_device():
 
 
 @cache
-def _automatic():
+def _has_cuda():
     try:
-        return cuda_device()
+        _find_cuda_device()
     except DeviceError:
-        return CPU
+        return False
+    return True
 
 
 def resolve(kind, *, arch=None):
@@ -133,7 +147,7 @@ def resolve(kind, *, arch=None):
     if kind not in KINDS:
         raise ValueError(f"device: {kind!r}, wanted one of {', '.join(KINDS)}")
     if kind == "auto":
-        return _automatic()
+        kind = "cuda" if _has_cuda() else "cpu"
     if kind == "cuda":
         return cuda_device()
     if kind == "emulator":
@@ -146,7 +160,9 @@ def resolve(kind, *, arch=None):
 def current():
     """The Device in force: that of the innermost ``device(…)``, else NBKERNELS_DEVICE, else "auto"."""
     chosen = _chosen.get()
-    return chosen if chosen is not None else resolve(os.environ.get("NBKERNELS_DEVICE") or "auto")
+    if chosen is None:
+        return resolve(os.environ.get("NBKERNELS_DEVICE") or "auto")
+    return cuda_device() if chosen.kind == "cuda" else chosen
 
 
 @contextmanager

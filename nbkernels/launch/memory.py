@@ -91,8 +91,11 @@ def _driver():
     return driver
 
 
-def empty(shape, dtype):
-    """A DeviceArray of unspecified content on the current device."""
+def empty(shape, dtype, stream=None):
+    """A DeviceArray of unspecified content on the current device, allocated and later freed in the order of a stream handle.
+
+    stream: that of the work that uses it; default the one in force (``use_stream``).
+    """
     device = current()
     shape = tuple(int(n) for n in shape)
     dtype = np.dtype(dtype)
@@ -104,7 +107,7 @@ def empty(shape, dtype):
     strides = contiguous_strides(shape)
     nbytes = dtype.itemsize * (shape[0] * strides[0] if shape else 1)
     # an allocation of nothing is refused by the driver
-    block = _Block(max(nbytes, 16), _stream.get())
+    block = _Block(max(nbytes, 16), _stream.get() if stream is None else stream)
     return DeviceArray(block.pointer, shape, strides, dtype, block)
 
 
