@@ -3,6 +3,7 @@
 ``as_device_array`` describes any of them as a ``DeviceArray`` without copying. Nothing here allocates or launches.
 """
 
+import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -140,13 +141,31 @@ class DeviceArray:
 
         extent = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if self.size else 0
         buffer = Buffer.from_handle(self.pointer, extent * self.itemsize, owner=self)
-        return StridedMemoryView.from_buffer(buffer, self.shape, self.strides, dtype=self.dtype)
+        dtype = np.dtype(np.uint16) if self.dtype == bfloat16 else self.dtype
+        return StridedMemoryView.from_buffer(buffer, self.shape, self.strides, dtype=dtype)
 
     def __dlpack__(self, **options):
-        return self._memory_view().__dlpack__(**options)
+        capsule = self._memory_view().__dlpack__(**options)
+        if self.dtype == bfloat16:
+            _mark_bfloat16(capsule)
+        return capsule
 
     def __dlpack_device__(self):
         return self._memory_view().__dlpack_device__()
+
+
+def _mark_bfloat16(capsule):
+    """Name the elements of a DLPack capsule bfloat16: cuda.core exports no bfloat16, so they left it as uint16."""
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype = ctypes.c_char_p
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    name = api.PyCapsule_GetName(ctypes.py_object(capsule))
+    tensor = api.PyCapsule_GetPointer(ctypes.py_object(capsule), ctypes.c_char_p(name))
+    if name == b"dltensor_versioned":
+        tensor += 32  # version, manager, deleter and flags stand before the tensor
+    code = ctypes.c_uint8.from_address(tensor + 20)  # behind the data pointer, the device and the number of axes
+    assert code.value == 1, "uint16 leaves as DLPack's unsigned integers"
+    code.value = 4  # kDLBfloat
 
 
 def _reshape_strides(shape, strides, new_shape):

@@ -30,6 +30,7 @@ class _Call:
 
     def __init__(self, stream, **named):
         self.stream = stream
+        self.explicit_stream = stream is not None
         given = [(name, x) for name, x in named.items() if x is not None]
         self.first = given[0][1]
         self.copied = None
@@ -92,7 +93,7 @@ class _Call:
             import torch
 
             self.returned = torch.empty(shape, dtype=getattr(torch, str(dtype)), device=self.first.device)
-            if self.stream != torch.cuda.current_stream(self.first.device).cuda_stream:
+            if self.explicit_stream:
                 # torch must not give the memory to others while the caller's stream still works on it
                 self.returned.record_stream(torch.cuda.ExternalStream(self.stream))
         elif kind == "cupy":
@@ -253,7 +254,7 @@ def _merge_rows(arrays):
         yield arrays
         return
     if len(shape) == 1:
-        yield tuple(x if x is None else x[None] for x in arrays)
+        yield tuple(x if x is None else x.reshape(1, -1) for x in arrays)
         return
     try:
         merged = tuple(x if x is None else _as_rows(x) for x in arrays)
@@ -474,7 +475,7 @@ def _merge_matmul_rows(x, residual, y):
         yield x, residual, y
         return
     if x.ndim == 1:
-        yield x[None], None if residual is None else residual[None], y[None]
+        yield x.reshape(1, -1), None if residual is None else residual.reshape(1, -1), y.reshape(1, -1)
         return
     try:
         merged = (_as_rows(x), None if residual is None else _as_rows(residual), _as_rows(y))

@@ -4,6 +4,7 @@ Arrays made here live on the legacy default stream unless ``use_stream`` says ot
 when the last view of it is gone.
 """
 
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -23,7 +24,8 @@ def current_stream(x=None):
     if kind == "torch":
         import torch
 
-        return torch.cuda.current_stream(x.device).cuda_stream
+        # the raw handle: building torch's Stream object costs more than the launch
+        return torch._C._cuda_getCurrentRawStream(x.device.index)
     if kind == "cupy":
         import cupy
 
@@ -68,8 +70,10 @@ class _Block:
         self.stream = stream
 
     def __del__(self):
-        driver = _driver()
-        if driver is not None:
+        # when the interpreter shuts down its modules may be gone already, and the memory goes with the process
+        if not sys.is_finalizing():
+            from cuda.bindings import driver
+
             driver.cuMemFreeAsync(self.pointer, self.stream)
 
 
@@ -81,14 +85,6 @@ def _keep_pool():
     pool = check(driver.cuDeviceGetDefaultMemPool(driver.cuDeviceGet(0)[1]))[0]
     attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
     check(driver.cuMemPoolSetAttribute(pool, attribute, driver.cuuint64_t(2**64 - 1)))
-
-
-def _driver():
-    try:
-        from cuda.bindings import driver
-    except ImportError:  # the interpreter is shutting down, and the memory goes with the process
-        return None
-    return driver
 
 
 def empty(shape, dtype, stream=None):
