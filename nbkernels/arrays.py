@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), bfloat16)
+FLOATS = frozenset((np.dtype(np.float32), np.dtype(np.float16), bfloat16))
 
 
 @lru_cache(maxsize=4096)

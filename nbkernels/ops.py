@@ -34,7 +34,12 @@ class _Call:
         given = [(name, x) for name, x in named.items() if x is not None]
         self.first = given[0][1]
         self.copied = None
-        if all(type(x) is DeviceArray for _, x in given):
+        kinds = {type(x) for _, x in given}
+        if kinds == {np.ndarray} and current().kind == "cpu":
+            self.on_host = True
+            self.__dict__.update(named)
+            return
+        if kinds == {DeviceArray}:
             self.on_host = False
             self.device = current()
             if self.device.kind == "cpu":

@@ -33,15 +33,19 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5):
     """
     total = _work(x) if residual is None else _work(x) + _work(residual)
     centred = total - total.mean(axis=-1, keepdims=True)
-    normalised = centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    normalised = centred / np.sqrt(_mean_square(centred) + eps)
     return _affine(normalised, weight, bias, x, residual, total)
 
 
 def rms_norm(x, weight=None, *, residual=None, eps=1e-6):
     """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang, Sennrich 2019); residual as in layer_norm."""
     total = _work(x) if residual is None else _work(x) + _work(residual)
-    normalised = total / np.sqrt(np.mean(total * total, axis=-1, keepdims=True) + eps)
+    normalised = total / np.sqrt(_mean_square(total) + eps)
     return _affine(normalised, weight, None, x, residual, total)
+
+
+def _mean_square(x):
+    return np.einsum("...i,...i->...", x, x)[..., None] / x.shape[-1]
 
 
 def _affine(normalised, weight, bias, x, residual, total):
@@ -83,7 +87,9 @@ _ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh}
 
 def matmul(x, weight, *, bias=None, residual=None, activation=None):
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out]."""
-    product = _work(x) @ _work(weight).T
+    # one matrix product over all leading axes: a batch of small ones is far slower
+    rows = _work(x).reshape(-1, x.shape[-1]) if x.size else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+    product = (rows @ _work(weight).T).reshape(*x.shape[:-1], weight.shape[0])
     if bias is not None:
         product = product + _work(bias)
     product = _ACTIVATIONS[activation](product)
@@ -138,9 +144,12 @@ def embedding(ids, table, *, dtype=None):
 
 def _rotate(x, cos, sin):
     half = cos.shape[-1]
-    first, second, rest = np.split(_work(x), (half, 2 * half), axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]  # [batch, tokens, 1, half]
-    rotated = np.concatenate((first * cos - second * sin, second * cos + first * sin, rest), axis=-1)
+    work = _work(x)
+    first, second = work[..., :half], work[..., half : 2 * half]
+    rotated = work.copy()
+    rotated[..., :half] = first * cos - second * sin
+    rotated[..., half : 2 * half] = second * cos + first * sin
     return rotated.astype(x.dtype, copy=False)
 
 
@@ -163,6 +172,14 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache):
     return _rotate(q, cos, sin)
 
 
+def _visible(q_len, n, causal, window):
+    """Which of n keys each query sees, [q_len, n], or None where all see all."""
+    if window is None and (not causal or q_len == 1):
+        return None
+    behind = (n - q_len + np.arange(q_len))[:, None] - np.arange(n)  # how far each key lies behind each query
+    return (behind >= 0) & (behind < (n if window is None else window))
+
+
 def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None):
     """softmax(scale · q kᵀ, masked) v, head by head; query heads share KV heads in groups (GQA, Ainslie et al. 2023).
 
@@ -183,18 +200,15 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
         key = _work(k[b, :n]).transpose(1, 2, 0)  # [kv_heads, head_dim, n]
         value = _work(v[b, :n]).transpose(1, 0, 2)  # [kv_heads, n, head_dim]
         scores = ((query * scale) @ key).reshape(kv_heads, -1, q_len, n)
-        behind = (n - q_len + np.arange(q_len))[:, None] - np.arange(n)  # how far each key lies behind each query
-        visible = np.ones((q_len, n), bool)
-        if causal or window is not None:
-            visible &= behind >= 0
-        if window is not None:
-            visible &= behind < window
-        if not visible.all():
+        visible = _visible(q_len, n, causal, window)
+        if visible is None:
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+        else:
+            seen = visible.any(axis=-1)[:, None]  # [q_len, 1]
             scores = np.where(visible, scores, -np.inf)
-        seen = visible.any(axis=-1)[:, None]  # [q_len, 1]
-        largest = np.where(seen, scores.max(axis=-1, keepdims=True), 0)
-        weights = np.exp(scores - largest)
-        weights /= np.where(seen, weights.sum(axis=-1, keepdims=True), 1)
+            weights = np.exp(scores - np.where(seen, scores.max(axis=-1, keepdims=True), 0))
+            weights /= np.where(seen, weights.sum(axis=-1, keepdims=True), 1)
         result = weights.reshape(kv_heads, -1, n) @ value  # [kv_heads, group·q_len, head_dim]
         result = result.reshape(kv_heads, -1, q_len, head_dim).transpose(2, 0, 1, 3)
         out[b] = result.reshape(q_len, heads, head_dim).astype(q.dtype, copy=False)

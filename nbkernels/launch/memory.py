@@ -185,3 +185,11 @@ def synchronize():
         from cuda.bindings import driver
 
         check(driver.cuStreamSynchronize(_stream.get()))
+
+
+def used_bytes():
+    """Bytes of device memory in use on the current device, by this process and others."""
+    from cuda.bindings import driver
+
+    free, total = check(driver.cuMemGetInfo())
+    return int(total) - int(free)

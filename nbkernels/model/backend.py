@@ -1,0 +1,64 @@
+"""Where a model's arrays live: NumPy on the CPU, device arrays elsewhere. The one place where the runtime asks."""
+
+import numpy as np
+
+from nbkernels.launch.device import current
+
+
+def on_host():
+    """Whether the current device computes on NumPy arrays."""
+    return current().kind == "cpu"
+
+
+def place(array):
+    """A NumPy array on the current device."""
+    if on_host():
+        return array
+    from nbkernels.launch.memory import to_device
+
+    return to_device(array)
+
+
+def zeros(shape, dtype):
+    """An array of zeros on the current device."""
+    if on_host():
+        return np.zeros(shape, dtype)
+    from nbkernels.launch.memory import zeros as device_zeros
+
+    return device_zeros(shape, dtype)
+
+
+def overwrite(array, values):
+    """Copy NumPy values into an array of the same shape and dtype."""
+    if isinstance(array, np.ndarray):
+        array[...] = values
+        return
+    from nbkernels.launch.memory import copy_from_host
+
+    copy_from_host(array, values)
+
+
+def fetch(array):
+    """An array as NumPy; from a device this waits for the work that makes it."""
+    if isinstance(array, np.ndarray):
+        return array
+    from nbkernels.launch.memory import to_host
+
+    return to_host(array)
+
+
+def memory_bytes():
+    """Peak bytes this process has held on the CPU, or the bytes in use on the GPU."""
+    device = current()
+    if device.kind == "cuda":
+        from nbkernels.launch.memory import used_bytes
+
+        return used_bytes()
+    try:
+        import resource
+    except ImportError:  # not a Unix system
+        return 0
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,352 @@
+"""A language model that is loaded and speaks: ``load(path).generate("…", stream=True)``."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nbkernels import ops
+from nbkernels.arrays import FLOATS, bfloat16
+from nbkernels.launch.device import current, device
+from nbkernels.model import backend
+from nbkernels.model.chat import encode_chat
+from nbkernels.model.config import CheckpointError
+from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
+from nbkernels.model.kv_cache import KVCache
+from nbkernels.model.sampling import SamplingOptions
+from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
+from nbkernels.model.transformer import load_transformer
+
+PREFILL_TOKENS = (
+    512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
+)
+_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
+
+
+@dataclass
+class Statistics:
+    """What a generation took. first_token_seconds: from the call to the first token; device_bytes: see backend.memory_bytes."""
+
+    device: str = ""
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def tokens_per_second(self):
+        """Tokens after the first, over the time they took; 0 where there was one at most."""
+        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 and self.decode_seconds else 0.0
+
+
+class Generation:
+    """A running generation: iterate it for pieces of text, each as soon as it is certain.
+
+    ``ids`` are the tokens so far (an end-of-sequence token included), ``text`` what has been given out, ``statistics`` how
+    long it took, ``finish_reason`` "end" (an end token), "stop" (a stop string), "length" (max_new_tokens or the context).
+    """
+
+    def __init__(self, model, prompt_ids, max_new_tokens, options, stop):
+        self.ids = []
+        self.text = ""
+        self.finish_reason = None
+        self.statistics = Statistics(model.device.name, len(prompt_ids))
+        self._pieces = self._run(model, prompt_ids, max_new_tokens, options, TextStream(model.tokenizer, stop))
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._pieces)
+
+    def close(self):
+        """End the generation early and give its memory back."""
+        self._pieces.close()
+
+    def _run(self, model, prompt_ids, max_new_tokens, options, stream):
+        started = time.perf_counter()
+        limit = min(max_new_tokens, model.config.context - len(prompt_ids))
+        tokens = model.tokens(prompt_ids, limit, options)
+        try:
+            while True:
+                # the device is entered for a step and left before a piece is handed out, so that it never leaks to the caller
+                with model.on_device():
+                    token = next(tokens, None)
+                now = time.perf_counter()
+                if token is None:
+                    self.finish_reason = "length"
+                    break
+                self.ids.append(token)
+                if len(self.ids) == 1:
+                    self.statistics.first_token_seconds = now - started
+                    first = now
+                self.statistics.new_tokens = len(self.ids)
+                self.statistics.decode_seconds = now - first
+                if token in model.tokenizer.end_ids:
+                    self.finish_reason = "end"
+                    break
+                piece = stream.push(token)
+                if piece:
+                    self.text += piece
+                    yield piece
+                if stream.stopped:
+                    self.finish_reason = "stop"
+                    break
+            rest = stream.finish()
+            if rest:
+                self.text += rest
+                yield rest
+        finally:
+            tokens.close()
+            with model.on_device():
+                self.statistics.memory_bytes = backend.memory_bytes()
+
+
+class LanguageModel:
+    """A checkpoint on a device. Made by ``load``."""
+
+    def __init__(self, transformer, tokenizer, chat_template, on):
+        self.transformer = transformer
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.device = on
+
+    @property
+    def config(self):
+        """The model's ModelConfig."""
+        return self.transformer.config
+
+    def on_device(self):
+        """A context in which the operations run on this model's device."""
+        return device(self.device.kind, arch=self.device.arch)
+
+    def encode(self, prompt):
+        """Token ids of a prompt: a string as it is written, a list of chat messages, or ids as they are.
+
+        Control tokens written in a prompt string count as such; in a message's content they are text. ValueError for an empty
+        prompt or ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("prompt: an empty string, wanted some text")
+            return self.tokenizer.encode_prompt(prompt)
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+            return encode_chat(self.tokenizer, self.chat_template, list(prompt))
+        if isinstance(prompt, list | tuple | np.ndarray):
+            ids = [int(i) for i in prompt]
+            if not ids:
+                raise ValueError("prompt: no tokens, wanted at least one")
+            if min(ids) < 0 or max(ids) >= self.config.vocab:
+                raise ValueError(f"prompt: ids {min(ids)} to {max(ids)} for a vocabulary of {self.config.vocab}")
+            return ids
+        raise TypeError(f"prompt: {type(prompt).__name__}, wanted a string, a list of chat messages or token ids")
+
+    def generate(
+        self,
+        prompt,
+        *,
+        max_new_tokens=128,
+        temperature=0.0,
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        repetition_penalty=1.0,
+        seed=None,
+        stop=(),
+        stream=False,
+    ):
+        """Continue a prompt (see ``encode``). Returns the text, or with stream=True a ``Generation`` to iterate over.
+
+        temperature 0 is greedy; the rest as ``nbkernels.sample``. stop: a string or several; the text ends before the first one.
+        ValueError or TypeError for a wrong option, an empty prompt, or one that does not leave room in the context.
+        """
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+            raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__}, wanted an integer of at least 1")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: {max_new_tokens}, wanted an integer of at least 1")
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed).with_seed()
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        for text in stop:
+            if not isinstance(text, str):
+                raise TypeError(f"stop: {type(text).__name__}, wanted strings")
+            if not text:
+                raise ValueError("stop: an empty string, wanted some text")
+        ids = self.encode(prompt)
+        if len(ids) >= self.config.context:
+            raise ValueError(
+                f"prompt: {len(ids)} tokens, wanted fewer than the model's context of {self.config.context}"
+            )
+        generation = Generation(self, ids, max_new_tokens, options, stop)
+        if stream:
+            return generation
+        for _ in generation:
+            pass
+        return generation.text
+
+    def tokens(self, prompt_ids, limit, options):
+        """The chosen tokens, one after another, at most ``limit``; the device must be entered around each step.
+
+        In a step the host reads the chosen token and nothing else.
+        """
+        config = self.config
+        cache = self._cache(len(prompt_ids) + limit)
+        sampler = _Sampler(self, prompt_ids, options)
+        ids = np.asarray(prompt_ids, np.int32)[None]
+        for start in range(0, len(prompt_ids), PREFILL_TOKENS):
+            hidden = self.transformer.hidden(backend.place(ids[:, start : start + PREFILL_TOKENS]), cache)
+        for produced in range(1, limit + 1):
+            logits = self.transformer.logits(hidden[:, -1])  # [1, vocab]
+            # a vocabulary padded beyond the tokenizer's is never drawn from
+            token = sampler.choose(logits[:, : min(config.vocab, len(self.tokenizer))])  # int32 [1] on the device
+            yield int(backend.fetch(token)[0])
+            if produced < limit:
+                hidden = self.transformer.hidden(token.reshape(1, 1), cache)
+
+    def _cache(self, capacity):
+        config = self.config
+        dtype = self.transformer.dtype
+        return KVCache(config.layers, 1, capacity, config.kv_heads, config.head_dim, dtype)
+
+    def logits(self, ids):
+        """The scores behind every token of a text. ids: token ids -> NumPy float32 [tokens, vocab]."""
+        ids = self.encode(ids)
+        if len(ids) > self.config.context:
+            raise ValueError(f"ids: {len(ids)} tokens, wanted at most the model's context of {self.config.context}")
+        with self.on_device():
+            cache = self._cache(len(ids))
+            hidden = self.transformer.hidden(backend.place(np.asarray(ids, np.int32)[None]), cache)
+            return backend.fetch(self.transformer.logits(hidden[0])).astype(np.float32)
+
+    def perplexity(self, text, *, window=512):
+        """exp of the mean negative log-likelihood of each token after the first of its window. text: a string or token ids.
+
+        The text is cut into windows of ``window`` tokens, each read on its own.
+        """
+        if window < 2:
+            raise ValueError(f"window: {window}, wanted at least 2 tokens")
+        ids = self.encode(text)
+        total, count = 0.0, 0
+        for start in range(0, len(ids) - 1, window):
+            part = ids[start : start + window]
+            if len(part) < 2:
+                break
+            scores = self.logits(part)[:-1]
+            largest = scores.max(axis=-1)
+            normaliser = np.log(np.exp(scores - largest[:, None]).sum(axis=-1, dtype=np.float64)) + largest
+            total += float(np.sum(normaliser - scores[np.arange(len(part) - 1), part[1:]]))
+            count += len(part) - 1
+        if not count:
+            raise ValueError("text: fewer than two tokens")
+        return float(np.exp(total / count))
+
+
+class _Sampler:
+    """Chooses tokens on the device: greedy, or a draw whose counter lives there too."""
+
+    def __init__(self, model, prompt_ids, options):
+        self.options = options
+        self.greedy = options.temperature == 0 and options.repetition_penalty == 1
+        if not self.greedy:
+            self.step = backend.zeros((1,), np.dtype(np.int32))
+            self.seen = None
+            if options.repetition_penalty != 1:
+                seen = np.zeros((1, min(model.config.vocab, len(model.tokenizer))), np.uint8)
+                seen[0, [i for i in prompt_ids if i < seen.shape[1]]] = 1
+                self.seen = backend.place(seen)
+
+    def choose(self, logits):
+        """logits [1, vocab] -> int32 [1]."""
+        if self.greedy:
+            return ops.argmax(logits)
+        options = vars(self.options)
+        token = ops.sample(logits, seen=self.seen, step=self.step, **options)
+        ops.advance(self.step, 1)
+        return token
+
+
+def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
+    """Load a checkpoint: a GGUF file of the llama family.
+
+    device: "auto" (a GPU where one answers, else the CPU), "cuda", "emulator" or "cpu". dtype: "float32", "float16" or
+    "bfloat16" (default bfloat16 on a GPU, float32 on the CPU). quantize: "int8" keeps the matrices in int8 groups of 32.
+    progress: a function of the share done, 0 to 1; by default a bar is shown on a terminal where loading takes a while.
+    CheckpointError (a ValueError) where the file cannot be used, DeviceError where the device is not to be had.
+    """
+    from nbkernels.launch.device import device as use_device
+
+    with use_device(device) as on:
+        if quantize not in (None, "int8"):
+            raise ValueError(f"quantize: {quantize!r}, wanted None or 'int8'")
+        activations = _activation_dtype(dtype, on)
+        checkpoint = _open(path)
+        tokenizer = tokenizer_from_gguf(checkpoint)
+        if len(tokenizer) > checkpoint.config.vocab:
+            raise CheckpointError(
+                f"{path}: a vocabulary of {len(tokenizer)} tokens for an embedding of {checkpoint.config.vocab} rows"
+            )
+        with _progress_bar(progress, checkpoint) as report:
+            transformer = load_transformer(checkpoint, dtype=activations, quantize=quantize, progress=report)
+        return LanguageModel(transformer, tokenizer, checkpoint.metadata("tokenizer.chat_template"), current())
+
+
+def _activation_dtype(dtype, on):
+    if dtype is None:
+        return _DTYPES["bfloat16" if on.kind == "cuda" else "float32"]
+    name = str(np.dtype(dtype)) if not isinstance(dtype, str) else dtype
+    if name not in _DTYPES or _DTYPES[name] not in FLOATS:
+        raise ValueError(f"dtype: {dtype!r}, wanted one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _open(path):
+    """A GGUFCheckpoint, or a CheckpointError that says what the path is instead."""
+    file = Path(path)
+    if file.is_dir():
+        raise CheckpointError(f"{path}: a folder; pass a GGUF file (Hugging Face folders are not supported yet)")
+    try:
+        with open(file, "rb") as opened:
+            start = opened.read(64)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if not start:
+        raise CheckpointError(f"{path}: an empty file")
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
+    if start[:2] == b"PK" or start[:1] == b"\x80":
+        raise CheckpointError(
+            f"{path}: a pickle checkpoint, refused because loading one can run any code; convert it to GGUF"
+        )
+    if not start.startswith(MAGIC):
+        raise CheckpointError(f"{path}: not a GGUF file (it starts with {start[:4]!r})")
+    return GGUFCheckpoint(file)
+
+
+class _progress_bar:
+    """A context that gives the function to report progress to: the caller's own, or a bar on a terminal."""
+
+    def __init__(self, progress, checkpoint):
+        self.progress = progress
+        self.name = checkpoint.path.name
+        self.bar = None
+
+    def __enter__(self):
+        import sys
+
+        if self.progress is not None:
+            return self.progress
+        if not sys.stderr.isatty():
+            return lambda share: None
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.bar.start()
+        task = self.bar.add_task(f"loading {self.name}", total=1.0)
+        return lambda share: self.bar.update(task, completed=share)
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,49 @@
+"""How the next token is chosen: the options of a generation, checked before anything runs."""
+
+import secrets
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """temperature 0 takes the likeliest token; else penalty, temperature, top-k, top-p and min-p, in this order.
+
+    Raises TypeError or ValueError, naming the option. A seed of None draws one, so that the text can be had again.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self):
+        _number("temperature", self.temperature, "a number of at least 0", lambda v: 0 <= v < float("inf"))
+        if self.top_k is not None:
+            _integer("top_k", self.top_k, "at least 1", lambda v: v >= 1)
+        if self.top_p is not None:
+            _number("top_p", self.top_p, "a number in (0, 1]", lambda v: 0 < v <= 1)
+        if self.min_p is not None:
+            _number("min_p", self.min_p, "a number in [0, 1]", lambda v: 0 <= v <= 1)
+        _number("repetition_penalty", self.repetition_penalty, "a number above 0", lambda v: 0 < v < float("inf"))
+        if self.seed is not None:
+            _integer("seed", self.seed, "0 to 2^64 - 1", lambda v: 0 <= v < 2**64)
+
+    def with_seed(self):
+        """The same options with a seed: the given one, or a fresh one."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(64))
+
+
+def _number(name, value, wanted, right):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: {type(value).__name__}, wanted {wanted}")
+    if not right(value):  # a NaN is right for none
+        raise ValueError(f"{name}: {value}, wanted {wanted}")
+
+
+def _integer(name, value, wanted, right):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {type(value).__name__}, wanted an integer, {wanted}")
+    if not right(value):
+        raise ValueError(f"{name}: {value}, wanted {wanted}")

@@ -1,0 +1,159 @@
+"""The forward pass of a decoder-only transformer of the llama family, written once against the operations.
+
+A layer, with x the residual stream [batch, tokens, hidden]:
+
+    q, k, v = rms_norm(x) · Wqkv                 one product; q, k, v are views of it
+    q, cache = rotary(q), cache + (rotary(k), v)
+    x = attention(q, cache) · Wo + x
+    gate, up = rms_norm(x) · Wgate_up            one product
+    x = (silu(gate) · up) · Wdown + x
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbkernels import ops
+from nbkernels.arrays import Int8Weight
+from nbkernels.model import backend
+
+GROUP_SIZE = 32  # columns a scale of int8 weights: that of the GGUF block formats
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer. qkv [(heads + 2·kv_heads)·head_dim, hidden]; gate_up [2·feed_forward, hidden]."""
+
+    attention_norm: object  # [hidden]
+    qkv: object
+    output: object  # [hidden, heads·head_dim]
+    feed_forward_norm: object  # [hidden]
+    gate_up: object
+    down: object  # [hidden, feed_forward]
+
+
+def rotary_tables(config, positions):
+    """cos and sin float32 [positions, rope_dim / 2] of the angles position · base^(-2i / rope_dim), rounded from float64."""
+    frequencies = config.rope_base ** (-np.arange(0, config.rope_dim, 2) / max(config.rope_dim, 1))
+    angles = np.outer(np.arange(positions), frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def linear(x, weight, residual=None):
+    """x · weightᵀ + residual for a dense or an int8 weight."""
+    product = ops.int8_matmul if isinstance(weight, Int8Weight) else ops.matmul
+    return product(x, weight, residual=residual)
+
+
+class Transformer:
+    """Weights on a device, and the forward pass.
+
+    dtype: of the activations. embedding [vocab, hidden] and head [vocab, hidden], dense or int8; they may be one object.
+    """
+
+    def __init__(self, config, dtype, embedding, layers, norm, head):
+        self.config = config
+        self.dtype = dtype
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self.cos, self.sin = map(backend.place, rotary_tables(config, config.context))
+
+    @property
+    def nbytes(self):
+        """Bytes of all weights, shared ones counted once."""
+        arrays = [self.embedding, self.norm, *(w for layer in self.layers for w in vars(layer).values())]
+        if self.head is not self.embedding:
+            arrays.append(self.head)
+        return sum(a.nbytes for a in arrays)
+
+    def hidden(self, ids, cache):
+        """The residual stream behind the last layer. ids int32 [batch, tokens] -> [batch, tokens, hidden]; cache is extended.
+
+        ValueError where the tokens do not fit into the cache.
+        """
+        config = self.config
+        batch, tokens = ids.shape
+        q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        cache.begin(tokens)
+        x = ops.embedding(ids, self.embedding, dtype=self.dtype)  # [batch, tokens, hidden]
+        for layer, (k_cache, v_cache) in zip(self.layers, cache.layers, strict=True):
+            normed = ops.rms_norm(x, layer.attention_norm, eps=config.norm_eps)
+            qkv = linear(normed, layer.qkv)  # [batch, tokens, (heads + 2·kv_heads)·head_dim]
+            q = qkv[..., :q_width].reshape(batch, tokens, config.heads, config.head_dim)
+            k = qkv[..., q_width : q_width + kv_width].reshape(batch, tokens, config.kv_heads, config.head_dim)
+            v = qkv[..., q_width + kv_width :].reshape(batch, tokens, config.kv_heads, config.head_dim)
+            q = ops.rotary_append(q, k, v, self.cos, self.sin, cache.positions, k_cache, v_cache)
+            seen = ops.attention(q, k_cache, v_cache, causal=True, kv_lengths=cache.lengths)
+            x = linear(seen.reshape(batch, tokens, q_width), layer.output, residual=x)
+            normed = ops.rms_norm(x, layer.feed_forward_norm, eps=config.norm_eps)
+            gate_up = linear(normed, layer.gate_up)  # [batch, tokens, 2·feed_forward]
+            gated = ops.silu_mul(gate_up[..., : config.feed_forward], gate_up[..., config.feed_forward :])
+            x = linear(gated, layer.down, residual=x)
+        cache.end(tokens)
+        return x
+
+    def logits(self, hidden):
+        """Scores of the next token. hidden [..., hidden] -> [..., vocab]."""
+        return linear(ops.rms_norm(hidden, self.norm, eps=self.config.norm_eps), self.head)
+
+
+def load_transformer(checkpoint, *, dtype, quantize, progress):
+    """Read a checkpoint's weights onto the current device, a matrix at a time.
+
+    dtype: of the activations and dense weights; quantize: None or "int8" (the matrices in groups of 32, the norms in dtype).
+    progress: called after each matrix with the share done, 0 to 1.
+    """
+    config = checkpoint.config
+    steps = 4 * config.layers + 1
+    done = 0
+
+    def place_matrix(parts):
+        nonlocal done
+        matrix = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        placed = _place_weight(matrix, dtype, quantize)
+        done += 1
+        progress(done / steps)
+        return placed
+
+    def norm(name):
+        return backend.place(checkpoint.tensor(name, (config.hidden,)).astype(dtype, copy=False))
+
+    q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, feed_forward = config.hidden, config.feed_forward
+    embedding = place_matrix([checkpoint.tensor("token_embd.weight", (config.vocab, hidden))])
+    layers = []
+    for i in range(config.layers):
+        prefix = f"blk.{i}."
+        layers.append(
+            Layer(
+                attention_norm=norm(prefix + "attn_norm.weight"),
+                qkv=place_matrix(
+                    [
+                        checkpoint.unpermuted(prefix + "attn_q.weight", config.heads, (q_width, hidden)),
+                        checkpoint.unpermuted(prefix + "attn_k.weight", config.kv_heads, (kv_width, hidden)),
+                        checkpoint.tensor(prefix + "attn_v.weight", (kv_width, hidden)),
+                    ]
+                ),
+                output=place_matrix([checkpoint.tensor(prefix + "attn_output.weight", (hidden, q_width))]),
+                feed_forward_norm=norm(prefix + "ffn_norm.weight"),
+                gate_up=place_matrix(
+                    [
+                        checkpoint.tensor(prefix + "ffn_gate.weight", (feed_forward, hidden)),
+                        checkpoint.tensor(prefix + "ffn_up.weight", (feed_forward, hidden)),
+                    ]
+                ),
+                down=place_matrix([checkpoint.tensor(prefix + "ffn_down.weight", (hidden, feed_forward))]),
+            )
+        )
+    head = embedding
+    if checkpoint.has("output.weight"):  # else the head is tied to the embedding
+        head = _place_weight(checkpoint.tensor("output.weight", (config.vocab, hidden)), dtype, quantize)
+    return Transformer(config, dtype, embedding, layers, norm("output_norm.weight"), head)
+
+
+def _place_weight(matrix, dtype, quantize):
+    if quantize == "int8":
+        return ops.quantize_int8(backend.place(matrix), group_size=GROUP_SIZE)
+    return backend.place(matrix.astype(dtype, copy=False))
