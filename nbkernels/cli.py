@@ -1,0 +1,148 @@
+"""The console command: ``nbkernels generate``."""
+
+import argparse
+import os
+import signal
+import sys
+
+from nbkernels import __version__
+from nbkernels.launch.device import KINDS, DeviceError
+
+
+def build_parser():
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="nbkernels", description="CUDA kernels for transformer inference, and a small runtime, in pure Python."
+    )
+    parser.add_argument("--version", action="version", version=f"nbkernels {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="continue a prompt, or chat, with a model on disk")
+    add_generate_arguments(generate)
+    generate.set_defaults(run=generate_command)
+    return parser
+
+
+def add_generate_arguments(parser):
+    """The arguments of ``generate``."""
+    parser.add_argument("prompt", nargs="?", help="text to continue; read from standard input where it is left out")
+    parser.add_argument("--model", metavar="PATH", help="a GGUF file (default: the demo's SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--chat", action="store_true", help="a conversation: the prompt is the first message, or type them"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message for --chat")
+    parser.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument("--quantize", choices=("int8",), help="keep the matrices in int8, groups of 32")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--min-p", type=float, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument("--no-summary", action="store_true", help="print the text alone")
+
+
+def generate_command(options):
+    """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
+    from nbkernels.model import demo_model
+    from nbkernels.model.generation import load
+    from nbkernels.model.sampling import SamplingOptions
+
+    interactive = options.chat and options.prompt is None and sys.stdin.isatty()
+    sampling = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    }
+    SamplingOptions(**sampling)  # a wrong option is told before a model is loaded
+    path = options.model or demo_model.path()
+    if options.model is None and not path.exists():
+        raise FileNotFoundError(
+            f"no --model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
+        )
+    prompt = options.prompt
+    if prompt is None and not interactive:
+        # the line end that a shell's echo adds is not meant
+        prompt = sys.stdin.read().removesuffix("\n")
+    model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
+    settings = {**sampling, "max_new_tokens": options.max_new_tokens, "stop": tuple(options.stop), "stream": True}
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    if interactive:
+        return _converse(model, messages, settings, options)
+    if options.chat:
+        prompt = [*messages, {"role": "user", "content": prompt}]
+    generation = _stream(model.generate(prompt, **settings))
+    if not options.no_summary:
+        _summarise(generation.statistics)
+    return 0
+
+
+def _stream(generation):
+    for piece in generation:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return generation
+
+
+def _converse(model, messages, settings, options):
+    """Read messages and answer them until the input ends."""
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return 0
+        if not text.strip():
+            continue
+        messages.append({"role": "user", "content": text})
+        generation = _stream(model.generate(messages, **settings))
+        messages.append({"role": "assistant", "content": generation.text})
+        if not options.no_summary:
+            _summarise(generation.statistics)
+
+
+def _summarise(statistics):
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_row("device", statistics.device)
+    table.add_row(
+        "prompt", f"{statistics.prompt_tokens} tokens, first token after {statistics.first_token_seconds:.2f} s"
+    )
+    table.add_row("decode", f"{statistics.new_tokens} tokens, {statistics.tokens_per_second:.1f} tokens/s")
+    table.add_row("memory", f"{statistics.memory_bytes / 2**20:.0f} MiB")
+    Console(stderr=True, highlight=False).print(table, style="dim")
+
+
+def main(arguments=None):
+    """Entry point of the console command. Returns the exit status: 2 for what the user can mend, 130 after Ctrl-C."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader has gone; Python must not try to flush into the pipe when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, TypeError, OSError, DeviceError, ImportError) as error:
+        print(f"nbkernels: {_explain(error)}", file=sys.stderr)
+        return 2
+
+
+def _explain(error):
+    if isinstance(error, ModuleNotFoundError) and error.name in ("tokenizers", "gguf", "jinja2", "safetensors"):
+        return f"the package {error.name!r} is missing: pip install 'nbkernels[llm]'"
+    return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
