@@ -1,6 +1,7 @@
 """A language model that is loaded and speaks: ``load(path).generate("…", stream=True)``."""
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -280,15 +281,25 @@ def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
         if quantize not in (None, "int8"):
             raise ValueError(f"quantize: {quantize!r}, wanted None or 'int8'")
         activations = _activation_dtype(dtype, on)
-        checkpoint = _open(path)
-        tokenizer = tokenizer_from_gguf(checkpoint)
-        if len(tokenizer) > checkpoint.config.vocab:
-            raise CheckpointError(
-                f"{path}: a vocabulary of {len(tokenizer)} tokens for an embedding of {checkpoint.config.vocab} rows"
-            )
-        with _progress_bar(progress, checkpoint) as report:
+        with _naming(path):
+            checkpoint = _open(path)
+            tokenizer = tokenizer_from_gguf(checkpoint)
+            if len(tokenizer) > checkpoint.config.vocab:
+                raise CheckpointError(
+                    f"a vocabulary of {len(tokenizer)} tokens for an embedding of {checkpoint.config.vocab} rows"
+                )
+        with _naming(path), _progress_bar(progress, checkpoint) as report:
             transformer = load_transformer(checkpoint, dtype=activations, quantize=quantize, progress=report)
         return LanguageModel(transformer, tokenizer, checkpoint.metadata("tokenizer.chat_template"), current())
+
+
+@contextmanager
+def _naming(path):
+    """Whatever is wrong with a checkpoint is told with its path in front."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _activation_dtype(dtype, on):
@@ -304,22 +315,22 @@ def _open(path):
     """A GGUFCheckpoint, or a CheckpointError that says what the path is instead."""
     file = Path(path)
     if file.is_dir():
-        raise CheckpointError(f"{path}: a folder; pass a GGUF file (Hugging Face folders are not supported yet)")
+        raise CheckpointError("a folder; pass a GGUF file (Hugging Face folders are not supported yet)")
     try:
         with open(file, "rb") as opened:
             start = opened.read(64)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"cannot be read ({error.strerror})") from error
     if not start:
-        raise CheckpointError(f"{path}: an empty file")
+        raise CheckpointError("an empty file")
     if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path}: a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
+        raise CheckpointError("a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
     if start[:2] == b"PK" or start[:1] == b"\x80":
         raise CheckpointError(
-            f"{path}: a pickle checkpoint, refused because loading one can run any code; convert it to GGUF"
+            "a pickle checkpoint, refused because loading one can run any code; convert it to GGUF"
         )
     if not start.startswith(MAGIC):
-        raise CheckpointError(f"{path}: not a GGUF file (it starts with {start[:4]!r})")
+        raise CheckpointError(f"not a GGUF file (it starts with {start[:4]!r})")
     return GGUFCheckpoint(file)
 
 

@@ -31,7 +31,7 @@ class _Cursor:
         self.at = 0
 
     def fail(self, why):
-        raise CheckpointError(f"{self.path}: {why} (at byte {self.at} of {len(self.data)})")
+        raise CheckpointError(f"{why} (at byte {self.at} of {len(self.data)})")
 
     def take(self, count):
         """The position of the next ``count`` bytes, which are passed."""
@@ -146,33 +146,33 @@ class GGUFCheckpoint:
     def _required(self, key):
         value = self.metadata(key)
         if value is None:
-            raise CheckpointError(f"{self.path}: metadata {key!r} is missing")
+            raise CheckpointError(f"metadata {key!r} is missing")
         return value
 
     def _number(self, key, default=None):
         value = self._required(key) if default is None else self.metadata(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.path}: metadata {key!r} is {value!r}, wanted a number")
+            raise CheckpointError(f"metadata {key!r} is {value!r}, wanted a number")
         return value
 
     def _config(self):
         architecture = self._required("general.architecture")
         if architecture != "llama":
-            raise CheckpointError(f"{self.path}: architecture {architecture!r} is not supported; 'llama' is")
+            raise CheckpointError(f"architecture {architecture!r} is not supported; 'llama' is")
         name = architecture
         if self.metadata(f"{name}.rope.scaling.type") not in (None, "none"):
             kind = self.metadata(f"{name}.rope.scaling.type")
-            raise CheckpointError(f"{self.path}: rotary scaling {kind!r} is not supported yet")
+            raise CheckpointError(f"rotary scaling {kind!r} is not supported yet")
         if "rope_freqs.weight" in self.tensors:
-            raise CheckpointError(f"{self.path}: rotary frequency factors (Llama 3.1 scaling) are not supported yet")
+            raise CheckpointError("rotary frequency factors (Llama 3.1 scaling) are not supported yet")
         if self.metadata(f"{name}.expert_count", 0):
-            raise CheckpointError(f"{self.path}: mixtures of experts are not supported")
+            raise CheckpointError("mixtures of experts are not supported")
         hidden = self._number(f"{name}.embedding_length")
         heads = self._number(f"{name}.attention.head_count")
         head_dim = self._number(f"{name}.attention.key_length", hidden // max(heads, 1))
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None:
-            raise CheckpointError(f"{self.path}: tensor 'token_embd.weight' is missing")
+            raise CheckpointError("tensor 'token_embd.weight' is missing")
         return ModelConfig(
             architecture=architecture,
             layers=self._number(f"{name}.block_count"),
@@ -198,13 +198,13 @@ class GGUFCheckpoint:
 
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} is missing")
+            raise CheckpointError(f"tensor {name!r} is missing")
         if tensor.kind.name not in TENSOR_TYPES:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} has type {tensor.kind.name}, which is not supported; {', '.join(TENSOR_TYPES)} are"
+                f"tensor {name!r} has type {tensor.kind.name}, which is not supported; {', '.join(TENSOR_TYPES)} are"
             )
         if tensor.shape != tuple(shape):
-            raise CheckpointError(f"{self.path}: tensor {name!r} has shape {tensor.shape}, wanted {tuple(shape)}")
+            raise CheckpointError(f"tensor {name!r} has shape {tensor.shape}, wanted {tuple(shape)}")
         stored = np.asarray(self.data[tensor.start : tensor.start + tensor.nbytes])
         # the package wants rows: bytes of the last axis side by side
         rows = stored.reshape(*tensor.shape[:-1], -1)

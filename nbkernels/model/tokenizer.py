@@ -164,14 +164,14 @@ def tokenizer_from_gguf(checkpoint):
     """The Tokenizer of a GGUF checkpoint. CheckpointError for a kind that is not byte-level BPE."""
     kind = checkpoint.metadata("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise CheckpointError(f"{checkpoint.path}: tokenizer {kind!r} is not supported yet; 'gpt2' (byte-level BPE) is")
+        raise CheckpointError(f"tokenizer {kind!r} is not supported yet; 'gpt2' (byte-level BPE) is")
     tokens = checkpoint.metadata("tokenizer.ggml.tokens")
     merges = checkpoint.metadata("tokenizer.ggml.merges")
     if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise CheckpointError(f"{checkpoint.path}: the vocabulary's tokens or merges are missing")
+        raise CheckpointError("the vocabulary's tokens or merges are missing")
     types = checkpoint.metadata("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise CheckpointError(f"{checkpoint.path}: {len(types)} token types for {len(tokens)} tokens")
+        raise CheckpointError(f"{len(types)} token types for {len(tokens)} tokens")
     ends = [checkpoint.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return Tokenizer(
         tokens,

@@ -1,0 +1,60 @@
+"""The console command: errors are one line that says what to do, and it ends cleanly."""
+
+import pytest
+import tiny_model
+
+from nbkernels.cli import main
+
+pytest.importorskip("gguf")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return str(tiny_model.write(tmp_path / "tiny.gguf"))
+
+
+def run(capsys, *arguments):
+    status = main(["generate", "--device", "cpu", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_text_goes_out_and_the_summary_to_stderr(capsys, model):
+    status, out, err = run(capsys, "--model", model, "--max-new-tokens", "5", "the")
+    assert status == 0 and out.endswith("\n") and "tokens/s" in err
+    assert run(capsys, "--model", model, "--max-new-tokens", "5", "--no-summary", "the") == (0, out, "")
+
+
+def test_chat(capsys, model):
+    assert run(capsys, "--model", model, "--chat", "--system", "a", "--max-new-tokens", "3", "hello")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--model", "/nowhere/model.gguf", "the"], "/nowhere/model.gguf"),
+        (["--model", "MODEL", ""], "empty"),
+        (["--model", "MODEL", "a" * 100], "context"),
+        (["--model", "MODEL", "--top-p", "0", "the"], "top_p"),
+        (["--model", "MODEL", "--temperature", "-1", "the"], "temperature"),
+    ],
+)
+def test_errors_are_one_line(capsys, model, arguments, said):
+    status, out, err = run(capsys, *[model if a == "MODEL" else a for a in arguments])
+    assert status == 2 and out == ""
+    assert said in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_no_demo_model_says_how_to_get_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
+    status, _, err = run(capsys, "the")
+    assert status == 2 and "fetch_model.py" in err
+
+
+def test_ctrl_c_ends_with_130(capsys, model, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbkernels.model.generation.LanguageModel.generate", interrupted)
+    status, _, err = run(capsys, "--model", model, "the")
+    assert status == 130 and "Traceback" not in err

@@ -1,0 +1,117 @@
+"""Text to ids and back: control tokens only where they are meant, no half characters, stop strings that span tokens."""
+
+import pytest
+import tiny_model
+from tiny_model import BOS, END, START, TOKENS
+
+from nbkernels.model.chat import encode_chat
+from nbkernels.model.config import CheckpointError
+from nbkernels.model.tokenizer import TextStream, Tokenizer
+
+pytest.importorskip("tokenizers")
+
+
+def make(add_bos=False, pre="gpt-2"):
+    types = [3 if t in tiny_model.CONTROL else 1 for t in TOKENS]
+    return Tokenizer(TOKENS, tiny_model.MERGES, types, pre=pre, bos=BOS, add_bos=add_bos, end_ids=[END])
+
+
+def ids(*names):
+    return [TOKENS.index(n) for n in names]
+
+
+def test_merges_and_round_trip():
+    tokenizer = make()
+    assert tokenizer.encode("the a") == ids("the", "Ġa")
+    for text in ("the quick\nfox, 42!", "é", "a é the", "<|im_end"):
+        known = tokenizer.encode(text)
+        assert tokenizer.decode(known) == text
+
+
+def test_control_tokens_only_where_asked_for():
+    tokenizer = make()
+    assert tokenizer.encode("a<|im_end|>b", control=True) == [*ids("a"), END, *ids("b")]
+    assert END not in tokenizer.encode("a<|im_end|>b")
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b")) == "a<|im_end|>b"
+
+
+def test_one_bos_and_no_second():
+    tokenizer = make(add_bos=True)
+    assert tokenizer.encode_prompt("the") == [BOS, *ids("the")]
+    assert tokenizer.encode_prompt("<|bos|>the") == [BOS, *ids("the")]
+    assert make().encode_prompt("the") == ids("the")
+
+
+def test_chat_markers_in_content_stay_text():
+    tokenizer = make()
+    got = encode_chat(tokenizer, tiny_model.TEMPLATE, [{"role": "user", "content": "a <|im_end|> b<|im_start|>"}])
+    assert got.count(END) == 1 and got.count(START) == 2, "those of the template, none of the user's"
+    assert "a <|im_end|> b<|im_start|>" in tokenizer.decode(got)
+
+
+@pytest.mark.parametrize(
+    "messages, error",
+    [
+        ([], ValueError),
+        (["hello"], TypeError),
+        ([{"role": "user"}], TypeError),
+        ([{"role": "user", "content": 3}], TypeError),
+        ([{"role": "pirate", "content": "arr"}], ValueError),
+    ],
+)
+def test_messages_that_are_none(messages, error):
+    with pytest.raises(error, match="messages"):
+        encode_chat(make(), tiny_model.TEMPLATE, messages)
+
+
+def test_templates_run_in_a_sandbox():
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ValueError, match="template"):
+        encode_chat(make(), attack, [{"role": "user", "content": "a"}])
+    with pytest.raises(ValueError, match="no system"):
+        encode_chat(make(), "{{ raise_exception('no system') }}", [{"role": "user", "content": "a"}])
+    with pytest.raises(CheckpointError, match="template"):
+        encode_chat(make(), None, [{"role": "user", "content": "a"}])
+
+
+def test_streaming_never_shows_half_a_character():
+    tokenizer = make()
+    stream = TextStream(tokenizer)
+    first, second = ids("Ã", "©")
+    assert stream.push(first) == ""
+    assert stream.push(second) == "é"
+    assert stream.push(first) == ""
+    assert stream.finish() == "\ufffd", "a character that never ended is told, not lost"
+
+
+def feed(text, stop):
+    """Push a text letter by letter; returns (pieces, rest, stopped)."""
+    tokenizer = make()
+    stream = TextStream(tokenizer, stop)
+    pieces = []
+    for token in tokenizer.encode(text):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return "".join(pieces), stream.finish(), stream.stopped
+
+
+def test_stop_strings_span_tokens():
+    assert feed("abcxyzdef", ["xyz"]) == ("abc", "", True)
+    assert feed("abcxy", ["xyz"]) == ("abc", "xy", False), "held text is given out at the end"
+    assert feed("aab", ["ab"]) == ("a", "", True)
+    assert feed("abababc", ["ababc"]) == ("ab", "", True)
+    assert feed("one.two!", ["!", ".t"]) == ("one", "", True)
+
+
+def test_smollm_digits_are_cut_one_by_one():
+    types = [1] * 13
+    tokens = [*"0123456789", "12", "Ġ", "123"]
+    tokenizer = Tokenizer(tokens, ["1 2", "12 3"], types, pre="smollm")
+    assert tokenizer.encode("123") == [1, 2, 3]
+    assert Tokenizer(tokens, ["1 2", "12 3"], types, pre="gpt-2").encode("123") == [12]
+
+
+def test_unknown_pre_tokenizer():
+    with pytest.raises(CheckpointError, match="'qwen9'"):
+        make(pre="qwen9")
