@@ -1,0 +1,25 @@
+"""What the emulator reports: each message names kernel, source line, PTX line, and block and thread where they are known."""
+
+
+class EmulatorError(RuntimeError):
+    """The base of all faults the emulator reports."""
+
+
+class PtxError(EmulatorError):
+    """PTX text that cannot be read, or an instruction the emulator does not know."""
+
+
+class MemoryFault(EmulatorError):
+    """An access outside every array, across an array's end, at a misaligned address, or a write to a read-only array."""
+
+
+class Deadlock(EmulatorError):
+    """No thread can go on: the message lists who waits for what."""
+
+
+class Trap(EmulatorError):
+    """The kernel executed ``trap``."""
+
+
+class LaunchError(EmulatorError):
+    """Arguments, grid, block or shared memory that do not fit the kernel or the machine."""

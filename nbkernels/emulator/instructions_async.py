@@ -1,0 +1,166 @@
+"""cp.async: copies whose data arrive when they are waited for, and not before.
+
+A copy is checked when it is issued and carried out at the wait that covers it, so that a kernel which reads too early, or
+overwrites the source too early, gets the wrong data here as it might on a GPU.
+"""
+
+import numpy as np
+
+from nbkernels.emulator import parser
+from nbkernels.emulator.groups import group_of
+from nbkernels.emulator.instructions_memory import locator
+from nbkernels.emulator.machine import DTYPES
+from nbkernels.emulator.registry import instruction
+
+U32 = np.dtype(np.uint32)
+_BY_SIZE = {4: (np.uint32, 1), 8: (np.uint64, 1), 16: (np.uint64, 2)}
+
+
+class Copy:
+    """One cp.async of a group of lanes: where each lane's bytes go, where they come from, and its commit group."""
+
+    __slots__ = ("lanes", "number", "parts", "ragged", "size", "target")
+
+    def __init__(self, lanes, target, size, parts, ragged, number):
+        self.lanes = lanes  # [n]
+        self.target = target  # byte offset in the machine's shared memory [n]
+        self.size = size
+        self.parts = parts  # (buffer, positions in lanes, byte offsets) of lanes that copy all bytes
+        self.ragged = ragged  # (position, bytes, buffer, byte offset) of lanes that copy only the first bytes
+        self.number = number  # commit group [n]
+
+
+@instruction("cp")
+def bind_copy(m, i):
+    words = i.opcode
+    if words[1] != "async":
+        raise m.unknown(i, "cp without .async")
+    if words[2] == "commit_group":
+        return _bind_commit(m)
+    if words[2] in ("wait_group", "wait_all"):
+        return _bind_wait(m, None if words[2] == "wait_all" else int(i.operands[0].value))
+    if words[2] not in ("ca", "cg"):
+        raise m.unknown(i, f"cp.async.{words[2]}")
+    return _bind_issue(m, i)
+
+
+def _bind_issue(m, i):
+    size = int(i.operands[2].value)
+    if size not in _BY_SIZE:
+        raise m.unknown(i, f"cp.async of {size} bytes")
+    to_shared = locator(m, i, i.operands[0], "shared", size, True)
+    whole = locator(m, i, i.operands[1], "global", size, False)
+    byte = locator(m, i, i.operands[1], "global", 1, False)
+    amount = None
+    ignore = None
+    if len(i.operands) > 3:
+        operand = i.operands[3]
+        if isinstance(operand, parser.Register) and DTYPES[operand.type] == np.dtype(bool):
+            ignore = m.source(i, operand, np.dtype(bool))
+        elif not (isinstance(operand, parser.Register) and operand.type == "b64"):
+            amount = m.source(i, operand, U32)
+
+    def subset(group, held):
+        if held.all():
+            return group
+        mask = np.zeros(m.lanes, bool)
+        mask[group.sel] = held
+        return group_of(mask)
+
+    def issue(group):
+        ((_, _, target),) = to_shared(group)
+        parts, ragged = [], []
+        if amount is None and ignore is None:
+            parts = list(whole(group))
+        else:
+            count = amount[group.sel] if amount is not None else np.where(ignore[group.sel], 0, size)
+            if int(count.max()) > size:
+                bad = int(np.argmax(count))
+                raise m.fault(i, group.lanes[bad], f"cp.async source size {int(count[bad])} is more than {size} bytes")
+            full = count == size
+            some = (count > 0) & ~full
+            if full.any():
+                places = np.flatnonzero(full)
+                for buffer, which, offsets in whole(subset(group, full)):
+                    parts.append((buffer, places if which is None else places[which], offsets))
+            if some.any():
+                places = np.flatnonzero(some)
+                for buffer, which, offsets in byte(subset(group, some)):
+                    for n, offset in zip(places if which is None else places[which], offsets, strict=True):
+                        if offset % size:
+                            raise m.fault(
+                                i, group.lanes[n], f"cp.async source {int(offset):#x} is no multiple of {size}"
+                            )
+                        if offset + int(count[n]) > buffer.size:
+                            raise m.fault(
+                                i,
+                                group.lanes[n],
+                                f"cp.async reads {int(count[n])} bytes at byte {int(offset)} of {buffer.name}, which "
+                                f"ends at {buffer.size}",
+                            )
+                        ragged.append((int(n), int(count[n]), buffer, int(offset)))
+        lanes = group.lanes
+        m.pending_copies.append(Copy(lanes, target, size, parts, ragged, m.copy_group[lanes].copy()))
+
+    return issue
+
+
+def _bind_commit(m):
+    def commit(group):
+        m.copy_group[group.sel] += 1
+
+    return commit
+
+
+def _bind_wait(m, pending):
+    def wait(group):
+        if not m.pending_copies:
+            return
+        kept = []
+        mask = group.mask
+        for copy in m.pending_copies:
+            due = mask[copy.lanes]
+            if pending is not None:
+                due = due & (copy.number < m.copy_group[copy.lanes] - pending)
+            if due.all():
+                land(m, copy)
+            elif due.any():
+                land(m, _part(copy, due))
+                kept.append(_part(copy, ~due))
+            else:
+                kept.append(copy)
+        m.pending_copies = kept
+
+    return wait
+
+
+def _part(copy, held):
+    """The copies of some of the lanes."""
+    position = np.cumsum(held) - 1
+    parts = []
+    for buffer, which, offsets in copy.parts:
+        chosen = held if which is None else held[which]
+        places = np.flatnonzero(held) if which is None else which[chosen]
+        if places.size:
+            parts.append((buffer, position[places], offsets[chosen]))
+    ragged = [(int(position[n]), count, buffer, offset) for n, count, buffer, offset in copy.ragged if held[n]]
+    return Copy(copy.lanes[held], copy.target[held], copy.size, parts, ragged, copy.number[held])
+
+
+def land(m, copy):
+    """Carry a copy out."""
+    dtype, vector = _BY_SIZE[copy.size]
+    shift = copy.size.bit_length() - 1
+    rows = np.zeros((copy.lanes.size, vector), dtype)
+    for buffer, which, offsets in copy.parts:
+        values = buffer.view(dtype, vector).take(offsets >> shift, axis=0).reshape(-1, vector)
+        if which is None:
+            rows[:] = values
+        else:
+            rows[which] = values
+    if copy.ragged:
+        as_bytes = rows.view(np.uint8).reshape(copy.lanes.size, copy.size)
+        for place, count, buffer, offset in copy.ragged:
+            as_bytes[place, :count] = buffer.data[offset : offset + count]
+    view = m.shared.view(dtype, vector)
+    view[copy.target >> shift] = rows if vector > 1 else rows[:, 0]

@@ -1,0 +1,32 @@
+"""Where instruction modules enter what they implement: the first word of an opcode -> the function that binds it.
+
+A binder gets (machine, instruction) and returns a step, a function of a Group that executes the instruction for its lanes.
+Warp instructions return (member mask operand or None for all lanes, step): the machine brings the lanes together first.
+"""
+
+BINDERS = {}
+WARP_BINDERS = {}
+
+
+def instruction(*names):
+    """Enter a binder under the first words of opcodes."""
+
+    def enter(binder):
+        for name in names:
+            assert name not in BINDERS, name
+            BINDERS[name] = binder
+        return binder
+
+    return enter
+
+
+def warp_instruction(*names):
+    """Enter the binder of instructions that lanes of a warp execute together."""
+
+    def enter(binder):
+        for name in names:
+            assert name not in WARP_BINDERS, name
+            WARP_BINDERS[name] = binder
+        return binder
+
+    return enter

@@ -1,0 +1,140 @@
+"""Launching: arguments are packed by the entry's parameter types, machines are kept and used again."""
+
+import ctypes
+from collections import OrderedDict
+
+import numpy as np
+
+from nbkernels.emulator import (  # noqa: F401  the instruction modules enter their binders when they are imported
+    instructions_async,
+    instructions_convert,
+    instructions_float,
+    instructions_integer,
+    instructions_matrix,
+    instructions_memory,
+    instructions_warp,
+)
+from nbkernels.emulator.errors import LaunchError
+from nbkernels.emulator.machine import BATCH_LANES, WARP, Machine, align
+from nbkernels.emulator.memory import GlobalMemory
+from nbkernels.emulator.parser import parse
+
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 227 * 1024
+KEPT_MACHINES = 64
+
+
+class Emulator:
+    """A memory and the machines bound to it. ``memory.register(array)`` gives addresses that kernels may use."""
+
+    def __init__(self):
+        self.memory = GlobalMemory()
+        self.machines = OrderedDict()
+
+    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0):
+        """Run an entry of a PTX text over a grid of blocks; returns when it is done.
+
+        entry_name: None where the text has one entry. grid, block: an int or up to three. args: for each parameter a NumPy
+        array (its address is passed; it is written in place), or a Python, NumPy or ctypes number. Raises EmulatorError.
+        """
+        grid, block = three(grid, "grid"), three(block, "block")
+        module = parse(ptx_text)
+        function = module.entry(entry_name)
+        threads = block[0] * block[1] * block[2]
+        if not 0 < threads <= MAX_THREADS:
+            raise LaunchError(f"{function.name}: block {block} has {threads} threads, wanted 1 to {MAX_THREADS}")
+        bound = function.directives.get("maxntid")
+        if bound and threads > int(np.prod(bound)):
+            raise LaunchError(
+                f"{function.name}: block {block} has {threads} threads, the kernel was compiled for {bound}"
+            )
+        total = grid[0] * grid[1] * grid[2]
+        if total == 0:
+            raise LaunchError(f"{function.name}: an empty grid {grid}")
+        registered = []
+        try:
+            packed = self._pack(function, args, registered)
+            machine = self._machine(module, function, block, total, shared_bytes)
+            machine.run(grid, packed)
+        finally:
+            for address in registered:
+                self.memory.unregister(address)
+
+    def _machine(self, module, function, block, total, shared_bytes):
+        padded = align(block[0] * block[1] * block[2], WARP)
+        blocks = min(total, max(1, BATCH_LANES // padded))
+        key = (module.text, function.name, block, blocks, shared_bytes)
+        machine = self.machines.get(key)
+        if machine is None:
+            machine = Machine(module, function, self.memory, block, blocks, shared_bytes)
+            used = machine.shared_end - 1024
+            if used > MAX_SHARED_BYTES:
+                raise LaunchError(f"{function.name}: {used} bytes of shared memory a block, at most {MAX_SHARED_BYTES}")
+            self.machines[key] = machine
+            if len(self.machines) > KEPT_MACHINES:
+                self.machines.popitem(last=False)
+        self.machines.move_to_end(key)
+        return machine
+
+    def _pack(self, function, args, registered):
+        if len(args) != len(function.parameters):
+            raise LaunchError(f"{function.name} takes {len(function.parameters)} arguments, got {len(args)}")
+        packed = bytearray()
+        for number, (parameter, value) in enumerate(zip(function.parameters, args, strict=True)):
+            packed += bytes(align(len(packed), parameter.alignment) - len(packed))
+            packed += self._pack_one(function, number, parameter, value, registered)
+        return bytes(packed)
+
+    def _pack_one(self, function, number, parameter, value, registered):
+        if isinstance(value, np.ndarray) and value.ndim == 0:
+            value = value[()]
+        if isinstance(value, np.ndarray):
+            if parameter.size != 8:
+                raise LaunchError(
+                    f"{function.name}, argument {number}: an array where {parameter.size} bytes are wanted"
+                )
+            count = len(self.memory.buffers)
+            address = self.memory.register(value, f"argument {number} ({value.dtype} {list(value.shape)})")
+            if len(self.memory.buffers) > count:
+                registered.append(self.memory.buffers[-1].base)
+            return int(address).to_bytes(8, "little")
+        if isinstance(value, bytes | bytearray):
+            if len(value) != parameter.size:
+                raise LaunchError(f"{function.name}, argument {number}: {len(value)} bytes, wanted {parameter.size}")
+            return bytes(value)
+        if isinstance(value, ctypes._SimpleCData):
+            data = bytes(value)
+        elif isinstance(value, np.generic):
+            data = value.tobytes()
+        elif isinstance(value, float):
+            if parameter.kind not in ("f32", "f64", "b32", "b64"):
+                raise LaunchError(
+                    f"{function.name}, argument {number}: a float for a parameter of type {parameter.kind}"
+                )
+            data = (np.float32 if parameter.size == 4 else np.float64)(value).tobytes()
+        elif isinstance(value, int):
+            if parameter.kind == "f32" or parameter.kind == "f64":
+                data = (np.float32 if parameter.size == 4 else np.float64)(value).tobytes()
+            else:
+                data = (value % (1 << (8 * parameter.size))).to_bytes(parameter.size, "little")
+        else:
+            raise LaunchError(f"{function.name}, argument {number}: {type(value).__name__} is no array and no number")
+        if len(data) != parameter.size:
+            raise LaunchError(
+                f"{function.name}, argument {number}: {type(value).__name__} has {len(data)} bytes, "
+                f"wanted {parameter.size}"
+            )
+        return data
+
+
+def three(value, name):
+    """An int or a tuple of up to three -> (x, y, z)."""
+    value = (value,) if isinstance(value, int | np.integer) else tuple(value)
+    if not 1 <= len(value) <= 3 or any(v < 0 for v in value):
+        raise LaunchError(f"{name}: {value}, wanted one to three numbers that are not negative")
+    return tuple(int(v) for v in value) + (1,) * (3 - len(value))
+
+
+def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator=None):
+    """Run an entry of a PTX text on the CPU, in a memory of its own or that of a given Emulator. See ``Emulator.launch``."""
+    (emulator or Emulator()).launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes)

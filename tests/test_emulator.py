@@ -1,0 +1,270 @@
+"""The emulator on small kernels: control flow, warp and block cooperation, memory and its faults."""
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, types, uint32
+
+from nbkernels import emulator, ptx
+
+pointer = types.CPointer
+
+
+def compiled(function, *parameters, arch=(9, 0, "a")):
+    """The PTX of a kernel for these parameter types."""
+    text, _ = cuda.compile_ptx(function, types.void(*parameters), cc=arch, lineinfo=True)
+    return text
+
+
+def run(function, parameters, grid, block, args, **options):
+    """Compile and run; the arrays among the arguments are written in place."""
+    emulator.run_ptx(compiled(function, *parameters), None, grid, block, args, **options)
+
+
+def rng():
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 5000, 20001])
+def test_vector_add_of_any_length(count):
+    def add(x, y, z, n):
+        i = cuda.grid(1)
+        if i < n:
+            z[i] = x[i] + y[i]
+
+    x, y = (rng().standard_normal(count).astype(np.float32) for _ in range(2))
+    z = np.full(count, np.nan, np.float32)
+    run(add, [pointer(float32)] * 3 + [int32], -(-count // 96), 96, [x, y, z, count])
+    np.testing.assert_array_equal(z, x + y)
+
+
+def test_divergent_loops_meet_again():
+    def collatz(x, steps):
+        i = cuda.grid(1)
+        value, count = uint32(x[i]), uint32(0)
+        while value != uint32(1):
+            if value & uint32(1):
+                value = uint32(uint32(3) * value + uint32(1))
+            else:
+                value >>= uint32(1)
+            count = uint32(count + uint32(1))
+        # every lane must take part here, although their loops ended at different times
+        steps[i] = ptx.shfl_bfly_u32(count, uint32(1))
+
+    x = np.arange(1, 257, dtype=np.uint32)
+    steps = np.zeros(256, np.uint32)
+    run(collatz, [pointer(uint32)] * 2, 2, 128, [x, steps])
+
+    def length(v):
+        n = 0
+        while v != 1:
+            v, n = (3 * v + 1 if v & 1 else v // 2), n + 1
+        return n
+
+    np.testing.assert_array_equal(steps.reshape(-1, 2)[:, ::-1].reshape(-1), [length(int(v)) for v in x])
+
+
+def test_block_reduction_with_shuffles_shared_memory_and_barrier():
+    block_sum, _ = ptx.block_reductions(128)
+
+    def total(x, y):
+        scratch = cuda.shared.array(4, float32)
+        value = block_sum(x[cuda.grid(1)], scratch)
+        if cuda.threadIdx.x == 0:
+            y[cuda.blockIdx.x] = value
+
+    x = rng().standard_normal((70, 128)).astype(np.float32)
+    y = np.full(70, np.nan, np.float32)
+    run(total, [pointer(float32)] * 2, 70, 128, [x, y])
+    np.testing.assert_allclose(y, x.sum(axis=1, dtype=np.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_dynamic_shared_memory_and_three_dimensions():
+    def transpose(x, y):
+        tile = cuda.shared.array(0, float32)
+        r, c = cuda.threadIdx.y, cuda.threadIdx.x
+        z = cuda.blockIdx.z * 2 + cuda.blockIdx.y
+        tile[c * 9 + r] = x[z * 64 + r * 8 + c]
+        cuda.syncthreads()
+        y[z * 64 + r * 8 + c] = tile[r * 9 + c]
+
+    x = rng().standard_normal((6, 8, 8)).astype(np.float32)
+    y = np.zeros_like(x)
+    run(transpose, [pointer(float32)] * 2, (1, 2, 3), (8, 8), [x, y], shared_bytes=4 * 72)
+    np.testing.assert_array_equal(y, x.swapaxes(1, 2))
+
+
+def test_array_arguments_of_numba_are_passed_field_by_field():
+    def scale(x, y):
+        i, j = cuda.grid(2)
+        if i < x.shape[0] and j < x.shape[1]:
+            y[i, j] = 2 * x[i, j]
+
+    x = rng().standard_normal((13, 21)).astype(np.float32)
+    y = np.zeros_like(x)
+    memory = emulator.Emulator()
+    fields = []
+    for array in (x, y):
+        address = memory.memory.register(array)
+        fields += [0, 0, array.size, array.itemsize, address, *array.shape, *array.strides]
+    memory.launch(compiled(scale, float32[:, ::1], float32[:, ::1]), None, (1, 2), (16, 16), fields)
+    np.testing.assert_array_equal(y, 2 * x)
+
+
+def test_a_view_inside_a_registered_array_has_an_address_inside_it():
+    memory = emulator.Emulator().memory
+    whole = np.zeros((4, 8), np.float32)
+    base = memory.register(whole)
+    assert memory.register(whole[1:, 3:]) == base + 4 * (8 + 3)
+    assert memory.register(np.zeros(4)) >= base + whole.nbytes
+
+
+@pytest.mark.parametrize("half", [np.float16, "bfloat16"])
+def test_matrix_product_of_one_warp(half):
+    dtype = np.dtype(half) if half != "bfloat16" else pytest.importorskip("ml_dtypes").bfloat16
+    mma = ptx.mma_m16n8k16_f16 if half != "bfloat16" else ptx.mma_m16n8k16_bf16
+
+    def product(a, b, d):
+        lane = uint32(cuda.threadIdx.x)
+        row, pair = lane >> uint32(2), lane & uint32(3)
+        a0, a1 = a[row * uint32(8) + pair], a[(row + uint32(8)) * uint32(8) + pair]
+        a2, a3 = a[row * uint32(8) + pair + uint32(4)], a[(row + uint32(8)) * uint32(8) + pair + uint32(4)]
+        b0, b1 = b[row * uint32(8) + pair], b[row * uint32(8) + pair + uint32(4)]
+        zero = float32(0.0)
+        c = mma(a0, a1, a2, a3, b0, b1, zero, zero, zero, zero)
+        d[row * uint32(8) + uint32(2) * pair] = c[0]
+        d[row * uint32(8) + uint32(2) * pair + uint32(1)] = c[1]
+        d[(row + uint32(8)) * uint32(8) + uint32(2) * pair] = c[2]
+        d[(row + uint32(8)) * uint32(8) + uint32(2) * pair + uint32(1)] = c[3]
+
+    a, b = rng().standard_normal((16, 16)).astype(dtype), rng().standard_normal((8, 16)).astype(dtype)
+    d = np.zeros((16, 8), np.float32)
+    run(product, [pointer(uint32), pointer(uint32), pointer(float32)], 1, 32, [a, b, d])
+    np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64).T, rtol=1e-6, atol=1e-6)
+
+
+def test_asynchronous_copies_arrive_at_the_wait():
+    def copy(x, y, early):
+        tile = cuda.shared.array(512, float32)
+        thread = uint32(cuda.threadIdx.x)
+        here = uint32(ptx.shared_address(tile) + thread * uint32(16))
+        tile[thread * uint32(4)] = float32(-1.0)
+        ptx.cp_async_16(here, ptx.address(x, thread * uint32(4)))
+        ptx.cp_async_commit()
+        early[thread] = ptx.ld_shared_f32(here)
+        ptx.cp_async_wait(0)
+        cuda.syncthreads()
+        other = (thread + uint32(1)) % uint32(128)
+        for j in range(4):
+            y[thread * uint32(4) + uint32(j)] = tile[other * uint32(4) + uint32(j)]
+
+    x = rng().standard_normal((128, 4)).astype(np.float32)
+    y, early = np.zeros_like(x), np.zeros(128, np.float32)
+    run(copy, [pointer(float32)] * 3, 1, 128, [x, y, early])
+    np.testing.assert_array_equal(y, np.roll(x, -1, axis=0))
+    np.testing.assert_array_equal(early, -1.0)
+
+
+def test_partial_asynchronous_copies_fill_with_zeros_and_read_no_further():
+    def copy(x, y, count):
+        tile = cuda.shared.array(128, uint32)
+        thread = uint32(cuda.threadIdx.x)
+        here = uint32(ptx.shared_address(tile) + thread * uint32(16))
+        first = thread * uint32(4)
+        left = uint32(0)
+        if first < count:
+            left = min(uint32(count - first), uint32(4))
+        ptx.cp_async_16_zfill(here, ptx.address(x, min(first, count)), uint32(left * uint32(4)))
+        ptx.cp_async_commit()
+        ptx.cp_async_wait(0)
+        for j in range(4):
+            y[first + uint32(j)] = tile[first + uint32(j)]
+
+    x = rng().integers(1, 2**32, 41, dtype=np.uint32)
+    y = np.full(128, 7, np.uint32)
+    run(copy, [pointer(uint32)] * 2 + [uint32], 1, 32, [x, y, 41])
+    np.testing.assert_array_equal(y, np.r_[x, np.zeros(87, np.uint32)])
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_bounds_names_kernel_line_block_thread_address_and_array():
+    def beyond(x, y):
+        y[cuda.grid(1)] = x[cuda.grid(1)]
+
+    x, y = np.zeros(100, np.float32), np.zeros(128, np.float32)
+    with pytest.raises(emulator.MemoryFault) as caught:
+        run(beyond, [pointer(float32)] * 2, 2, 64, [x, y])
+    message = str(caught.value)
+    line = beyond.__code__.co_firstlineno + 1
+    for part in ("beyond", f"test_emulator.py:{line}", "block (1, 0, 0)", "thread (36, 0, 0)", "reads 4 bytes"):
+        assert part in message
+    assert "0 bytes behind the end of argument 0 (float32 [100]) (400 bytes)" in message
+
+
+def test_misaligned_access_is_a_fault():
+    def crooked(x, y):
+        w = ptx.ld_global_v4(ptx.address(x, uint32(cuda.threadIdx.x)))
+        y[cuda.threadIdx.x] = w[0]
+
+    with pytest.raises(emulator.MemoryFault, match=r"thread \(1, 0, 0\).*misaligned.*no multiple of 16"):
+        run(crooked, [pointer(uint32)] * 2, 1, 8, [np.zeros(64, np.uint32), np.zeros(8, np.uint32)])
+
+
+def test_shared_memory_is_bounded_for_each_block():
+    def beyond(y):
+        tile = cuda.shared.array(32, float32)
+        tile[cuda.threadIdx.x + cuda.blockIdx.x] = 1.0
+        cuda.syncthreads()
+        y[cuda.threadIdx.x] = tile[31 - cuda.threadIdx.x]
+
+    with pytest.raises(emulator.MemoryFault, match=r"block \(1, 0, 0\), thread \(31, 0, 0\).*behind its end"):
+        run(beyond, [pointer(float32)], 2, 32, [np.zeros(32, np.float32)])
+
+
+def test_a_write_to_a_read_only_array_is_a_fault():
+    def write(x):
+        x[cuda.threadIdx.x] = 1.0
+
+    x = np.zeros(32, np.float32)
+    x.flags.writeable = False
+    with pytest.raises(emulator.MemoryFault, match="read-only"):
+        run(write, [pointer(float32)], 1, 32, [x])
+
+
+def test_a_barrier_that_not_all_threads_reach_is_reported():
+    def half(x):
+        if cuda.threadIdx.x < 64:
+            cuda.syncthreads()
+        else:
+            ptx.shfl_bfly(x[0], uint32(1))
+            if cuda.threadIdx.x % 2 == 0:
+                x[0] = ptx.shfl_bfly(x[1], uint32(1))
+            else:
+                cuda.syncthreads()
+
+    with pytest.raises(emulator.Deadlock) as caught:
+        run(half, [pointer(float32)], 1, 128, [np.zeros(32, np.float32)])
+    assert "block (0, 0, 0): threads 0-63 wait at barrier 0" in str(caught.value)
+    assert "96 of 128 threads have come" in str(caught.value)
+    assert "wait for other lanes of their warp" in str(caught.value)
+
+
+def test_an_unknown_instruction_names_its_line():
+    text = """
+.version 8.0
+.target sm_80
+.address_size 64
+.entry odd()
+{
+    .reg .b32 %r<2>;
+    frobnicate.b32 %r1, 3;
+    ret;
+}
+"""
+    with pytest.raises(emulator.PtxError, match=r"instruction frobnicate, at PTX line 8 .*frobnicate.b32 %r1, 3"):
+        emulator.run_ptx(text, "odd", 1, 32, [])
+    with pytest.raises(emulator.PtxError, match=r"PTX version 99.0 is newer"):
+        emulator.run_ptx(text.replace("8.0", "99.0"), "odd", 1, 32, [])
+    with pytest.raises(emulator.LaunchError, match="takes 0 arguments, got 1"):
+        emulator.run_ptx(text.replace("frobnicate", "mov"), "odd", 1, 32, [1])
