@@ -24,6 +24,7 @@ SHAPES = [
     pytest.param(2, 4097, id="strided, a block a row"),
     pytest.param(1, 16384, id="the longest strided row in registers"),
     pytest.param(2, 16385, id="strided, tile by tile"),
+    pytest.param(1, 28672, id="the longest float32 row that layer norm holds beside a residual", marks=pytest.mark.gpu),
     pytest.param(1, 32768, id="the longest wide row in registers"),
     pytest.param(2, 32776, id="wide, tile by tile, a short last tile"),
     pytest.param(2, 50257, id="a vocabulary", marks=pytest.mark.gpu),

@@ -64,14 +64,16 @@ def split(columns, dtype, wide):
     return threads, -(-pieces // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, wide, options=()):
+def plan_rows(held, tiled, rows, columns, dtype, wide, options=(), most_held=None):
     """The Plan of an operation over rows: factory ``held`` where a row fits into registers, else ``tiled``.
+
+    most_held: the most columns that are held, where that is fewer than ``split`` allows.
 
     held gets the constants (dtype, wide, threads, chunks, rows a block, *options), tiled (dtype, wide, threads, chunks, *options)
     with those of a tile; both launch with the same arguments.
     """
     part = split(columns, dtype, wide)
-    if part is None:
+    if part is None or (most_held is not None and columns > most_held):
         threads, chunks = _longest(wide), TILE_HELD // vector_width(dtype)
         return Plan(tiled, (dtype, wide, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1))
     threads, chunks = part
