@@ -33,6 +33,7 @@ class Buffer:
         self.readonly = readonly
         self.keep = keep
         self.alive = True
+        self.host = None  # where the bytes lie in the process, for arrays that were registered
         self.views = {}
 
     def view(self, dtype, vector=1):
@@ -86,12 +87,13 @@ class GlobalMemory:
         buffer = self._add(data, name or f"array {len(self.buffers)}", readonly, array)
         if data.size:
             self.by_host[host] = buffer
+            buffer.host = host
         return buffer.base + first_element
 
     def allocate(self, size, name=None):
         """(address, uint8 array [size]) of new zeroed bytes."""
         data = np.zeros(size, np.uint8)
-        return self.register(data, name), data
+        return self._add(data, name or f"allocation of {size} bytes", False, None).base, data
 
     def _add(self, data, name, readonly, keep):
         base = self.next_base
@@ -107,9 +109,10 @@ class GlobalMemory:
         if buffer is None:
             raise MemoryFault(f"no array at address {address:#x}")
         buffer.alive = False
-        position = self.buffers.index(buffer)
+        position = bisect_right(self.bases, buffer.base) - 1
         del self.buffers[position], self.bases[position]
-        self.by_host = {host: b for host, b in self.by_host.items() if b is not buffer}
+        if buffer.host is not None:
+            del self.by_host[buffer.host]
 
     def find(self, address):
         """The Buffer that holds an address (or begins there, where it is empty), or None."""
