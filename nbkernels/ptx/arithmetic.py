@@ -60,3 +60,13 @@ def prmt(a, b, selector):
 @instruction(uint32(uint32, uint32), "mul.hi.u32 $0, $1, $2;")
 def mulhi(a, b):
     """The upper 32 bits of the 64-bit product. Every architecture."""
+
+
+@instruction(uint32(uint32, uint32), "sub.f16x2 $0, $1, $2;")
+def sub_f16x2(a, b):
+    """Two float16 of a word minus those of another. Every architecture."""
+
+
+@instruction(uint32(uint32, uint32, uint32), "fma.rn.bf16x2 $0, $1, $2, $3;")
+def fma_bf16x2(a, b, c):
+    """a · b + c of the two bfloat16 of each word, rounded once. sm_80 and later."""

@@ -77,6 +77,11 @@ def ld_global_nc_v2(address):
     """Eight bytes of read-only data that is read once."""
 
 
+@instruction(words2(uint64), "ld.global.L1::no_allocate.v2.b32 {$0, $1}, [$2];", effect="reads")
+def ld_global_stream_v2(address):
+    """Eight bytes that are read once but may be overwritten later in the kernel: past L1."""
+
+
 @instruction(uint32(uint64), "ld.global.b32 $0, [$1];", effect="reads")
 def ld_global(address):
     """Four bytes as a word."""
@@ -139,6 +144,11 @@ def ld_shared_v4(address):
 @instruction(floats4(uint32), "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", effect="reads")
 def ld_shared_v4_f32(address):
     """Four float32 of shared memory."""
+
+
+@instruction(words2(uint32), "ld.shared.v2.b32 {$0, $1}, [$2];", effect="reads")
+def ld_shared_v2(address):
+    """Eight bytes of shared memory as two words."""
 
 
 @instruction(uint32(uint32), "ld.shared.b32 $0, [$1];", effect="reads")

@@ -1,0 +1,80 @@
+"""What follows a matrix product while its sums are still in registers.
+
+    y = activation(sum · scale + bias) + residual        in float32, rounded once to y's dtype
+
+scale is that of an int8 weight with one scale a row; the activations are those of ``activation``, gelu in its tanh form.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from numba import cuda, int64
+
+from nbkernels import ptx
+from nbkernels.kernels.activation import gelu_tanh, silu
+from nbkernels.kernels.elements import conversions
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """Compile-time choices of an epilogue: what there is of it."""
+
+    row_scale: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: bool = False
+
+
+@cuda.jit(device=True, inline="always")
+def _same(x):
+    return x
+
+
+_ACTIVATIONS = {None: _same, "silu": silu, "gelu": gelu_tanh}
+
+
+@cache
+def finish(dtype, epilogue, width=1):
+    """store(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index): elements of a row of y.
+
+    sums: a tuple of ``width``: 1, or 2 for consecutive columns of a 16-bit dtype, which are read and written as 4-byte words.
+    Read where the epilogue has them: scales[column · scale_stride], bias[column], residual[residual_index]; indices int64.
+    """
+    from_storage, to_storage = conversions(dtype)
+    bfloat16 = str(dtype) == "bfloat16"
+    unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
+    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
+    has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
+    activate = _ACTIVATIONS[epilogue.activation]
+
+    @cuda.jit(device=True, inline="always")
+    def store_one(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):
+        value = sums[0]
+        if has_scale:
+            value *= scales[column * scale_stride]
+        if has_bias:
+            value += from_storage(bias[column])
+        value = activate(value)
+        if has_residual:
+            value += from_storage(residual[residual_index])
+        out[out_index] = to_storage(value)
+
+    @cuda.jit(device=True, inline="always")
+    def store_pair(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):
+        first, second = sums
+        if has_scale:
+            first *= scales[column * scale_stride]
+            second *= scales[(column + int64(1)) * scale_stride]
+        if has_bias:
+            pair = unpack(ptx.ld_global_nc(ptx.address(bias, column)))
+            first += pair[0]
+            second += pair[1]
+        first = activate(first)
+        second = activate(second)
+        if has_residual:
+            pair = unpack(ptx.ld_global(ptx.address(residual, residual_index)))
+            first += pair[0]
+            second += pair[1]
+        ptx.st_global(ptx.address(out, out_index), pack(first, second))
+
+    return store_pair if width == 2 else store_one

@@ -1,0 +1,121 @@
+"""y = activation(x · wᵀ + bias) + residual: x [rows, depth], w [columns, depth] of one float dtype, sums in float32.
+
+    y[m, n] = activation(sum_k x[m, k] · w[n, k] + bias[n]) + residual[m, n]
+
+Four kernels share the work, each a file of its own, for dense and int8 weights alike:
+
+                     16-bit, aligned                         float32, or whatever the tensor cores' kernels cannot take
+    few rows         matmul_narrow: bound by the weight      matmul_lanes: a warp a column
+    many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
+
+Which one it is depends on shape, dtype and alignment; ``plan`` says why. A product over no columns is 0, by matmul_lanes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_tiles
+from nbkernels.kernels.elements import Cost
+from nbkernels.kernels.epilogue import Epilogue
+from nbkernels.launch.launcher import launch
+
+# Up to here all rows fit a block of matmul_narrow, so that the weight is read once.
+NARROW_ROWS = 32
+# Up to here passes of eight rows over the weight, the later ones from L2, beat tiles that would stand mostly empty.
+LANES_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """What the addresses of a call's arrays allow; each is a kernel's condition, and described there.
+
+    fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks.
+    """
+
+    fragments: bool
+    pieces: bool
+    pairs: bool
+    quads: bool
+
+
+def _rows_aligned(array, nbytes):
+    """Whether every row begins at an address divisible by nbytes. One row is held to its stride too: as among others."""
+    return array.pointer % nbytes == 0 and array.strides[0] * array.itemsize % nbytes == 0
+
+
+def alignment(x, weight, bias, residual, out):
+    """The Alignment of a call; weight [columns, depth] dense or int8."""
+    depth = x.shape[1]
+    x_aligned = _rows_aligned(x, 16)
+    return Alignment(
+        fragments=x_aligned and depth % matmul_narrow.LANE_WIDTH == 0 and _rows_aligned(weight, 8 * weight.itemsize),
+        pieces=x_aligned and _rows_aligned(weight, 16),
+        pairs=out.shape[1] % 2 == 0
+        and _rows_aligned(out, 4)
+        and (residual is None or _rows_aligned(residual, 4))
+        and (bias is None or bias.pointer % 4 == 0)
+        and out.itemsize == 2,
+        quads=x_aligned and depth % matmul_lanes.WIDTH == 0 and _rows_aligned(weight, 4 * weight.itemsize),
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_count):
+    """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0."""
+    # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
+    if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
+        # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
+        few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
+        if few and aligned.fragments:
+            return matmul_narrow.plan(rows, columns, depth, dtype, weight, group_size, epilogue)
+        if rows > LANES_ROWS:
+            wide, pairs = aligned.pieces, aligned.pairs
+            return matmul_tiles.plan(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, sm_count)
+    wide = aligned.quads and dtype.itemsize == 4 and group_size % matmul_lanes.WIDTH == 0
+    if rows <= LANES_ROWS or not depth:
+        return matmul_lanes.plan(rows, columns, dtype, weight, group_size, wide, epilogue)
+    return matmul_blocks.plan(rows, columns, dtype, weight, group_size, wide, epilogue, sm_count)
+
+
+def cost(rows, columns, depth, dtype, *, bias=False, residual=False):
+    """Each array once; a product and a sum a term."""
+    elements = rows * depth + columns * depth + rows * columns * (2 if residual else 1) + (columns if bias else 0)
+    return Cost(bytes=elements * dtype.itemsize, flops=2 * rows * columns * depth)
+
+
+def multiply(x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream):
+    """``run`` for weights of either kind, named as plan's weight: [columns, depth], and scales float32 [columns, groups] or None."""
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
+    aligned = alignment(x, weight, bias, residual, out)
+    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count)
+    launch(
+        chosen,
+        (
+            x.pointer,
+            weight.pointer,
+            0 if scales is None else scales.pointer,
+            0 if bias is None else bias.pointer,
+            0 if residual is None else residual.pointer,
+            out.pointer,
+            rows,
+            columns,
+            depth,
+            x.strides[0],
+            weight.strides[0],
+            0 if scales is None else scales.strides[0],
+            0 if residual is None else residual.strides[0],
+            out.strides[0],
+        ),
+        device,
+        stream,
+    )
+
+
+def run(x, weight, bias, residual, activation, out, device, stream):
+    """x [rows, depth], weight [columns, depth], bias [columns], residual and out [rows, columns], of one dtype.
+
+    Last axes contiguous, any row strides; bias and residual may be None; out may be residual.
+    """
+    multiply(x, weight, None, "dense", 0, bias, residual, activation, out, device, stream)
