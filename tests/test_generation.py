@@ -227,7 +227,8 @@ def test_int8_keeps_the_first_token_and_the_perplexity(model_path, dtype):
 
 def test_console_command(model_path):
     command = [sys.executable, "-m", "nbkernels.cli", "generate", "--model", model_path, "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     finished = subprocess.run(
         [*command, "--max-new-tokens", "4", "The capital of France is"], capture_output=True, text=True, env=environment
     )

@@ -58,17 +58,29 @@ def ptx(factory, constants, arch):
     from numba import cuda, types
 
     source = factory(*constants)
-    text, _ = cuda.compile_ptx(
-        source.function,
-        types.void(*source.parameters),
-        cc=parse_arch(arch),
-        fastmath=source.fastmath,
-        launch_bounds=source.launch_bounds,
-        lineinfo=True,
-    )
+
+    def translate(lineinfo):
+        return cuda.compile_ptx(
+            source.function,
+            types.void(*source.parameters),
+            cc=parse_arch(arch),
+            fastmath=source.fastmath,
+            launch_bounds=source.launch_bounds,
+            lineinfo=lineinfo,
+        )[0]
+
+    text = translate(True)
+    if not _labels_stand(text):
+        # seen with NVVM 13.5 and line information: a label that a branch names was dropped
+        text = translate(False)
     # the entry gets the function's own name, in place of a mangled one that holds its types
     mangled = re.search(r"\.entry\s+(\w+)\(", text).group(1)
     return text.replace(mangled, source.function.__name__)
+
+
+def _labels_stand(text):
+    """Whether every label that a branch names is in the text."""
+    return set(re.findall(r"bra(?:\.uni)?\s+(\$\w+);", text)) <= set(re.findall(r"^(\$\w+):", text, re.MULTILINE))
 
 
 def entry_name(text):

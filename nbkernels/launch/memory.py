@@ -55,6 +55,51 @@ def use_stream(stream):
         _stream.reset(token)
 
 
+class Arena:
+    """Device memory that is handed out again and again in the same order: what a captured graph works in.
+
+    Inside ``use_arena`` allocations come from here and return here when their last view is gone. A sequence of operations that
+    has run once finds every block it needs the second time, so that a capture allocates nothing, and a replay finds the same
+    addresses. The work must be on one stream.
+    """
+
+    def __init__(self):
+        self.idle = {}  # rounded bytes -> blocks
+
+    def take(self, nbytes, stream):
+        """An owner of at least nbytes."""
+        size = 256 << max(0, (nbytes - 1).bit_length() - 8)
+        blocks = self.idle.setdefault(size, [])
+        return _Lent(blocks.pop() if blocks else _Block(size, stream), blocks)
+
+
+class _Lent:
+    """A block of an arena, which goes back when this is collected."""
+
+    __slots__ = ("block", "home", "pointer")
+
+    def __init__(self, block, home):
+        self.block = block
+        self.pointer = block.pointer
+        self.home = home
+
+    def __del__(self):
+        self.home.append(self.block)
+
+
+_arena = ContextVar("nbkernels_arena", default=None)
+
+
+@contextmanager
+def use_arena(arena):
+    """Take the memory of the operations inside from an Arena."""
+    token = _arena.set(arena)
+    try:
+        yield
+    finally:
+        _arena.reset(token)
+
+
 class _Block:
     """Owns one allocation and frees it, in the order of its stream, when it is collected."""
 
@@ -102,8 +147,10 @@ def empty(shape, dtype, stream=None):
     _keep_pool()
     strides = contiguous_strides(shape)
     nbytes = dtype.itemsize * (shape[0] * strides[0] if shape else 1)
-    # an allocation of nothing is refused by the driver
-    block = _Block(max(nbytes, 16), _stream.get() if stream is None else stream)
+    nbytes = max(nbytes, 16)  # an allocation of nothing is refused by the driver
+    stream = _stream.get() if stream is None else stream
+    arena = _arena.get()
+    block = _Block(nbytes, stream) if arena is None else arena.take(nbytes, stream)
     return DeviceArray(block.pointer, shape, strides, dtype, block)
 
 

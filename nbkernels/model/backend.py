@@ -1,5 +1,7 @@
 """Where a model's arrays live: NumPy on the CPU, device arrays elsewhere. The one place where the runtime asks."""
 
+from contextlib import contextmanager
+
 import numpy as np
 
 from nbkernels.launch.device import current
@@ -45,6 +47,32 @@ def fetch(array):
     from nbkernels.launch.memory import to_host
 
     return to_host(array)
+
+
+def new_stream():
+    """A stream of the GPU for one model's work."""
+    from nbkernels.launch.graph import Stream
+
+    return Stream()
+
+
+@contextmanager
+def use_stream(chosen):
+    """Put the work inside on a stream that ``new_stream`` made; None leaves it where it is."""
+    if chosen is None:
+        yield
+        return
+    from nbkernels.launch.memory import use_stream as use
+
+    with use(chosen.handle):
+        yield
+
+
+def stream():
+    """The handle of the stream in force on the GPU."""
+    from nbkernels.launch.memory import current_stream
+
+    return current_stream()
 
 
 def memory_bytes():

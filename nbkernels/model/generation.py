@@ -16,6 +16,7 @@ from nbkernels.model.config import CheckpointError
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.kv_cache import KVCache
 from nbkernels.model.sampling import SamplingOptions
+from nbkernels.model.session import Session
 from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
 from nbkernels.model.transformer import load_transformer
 
@@ -113,15 +114,19 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.device = on
+        self._idle_session = None
+        self._stream = backend.new_stream() if on.kind == "cuda" else None
 
     @property
     def config(self):
         """The model's ModelConfig."""
         return self.transformer.config
 
+    @contextmanager
     def on_device(self):
-        """A context in which the operations run on this model's device."""
-        return device(self.device.kind, arch=self.device.arch)
+        """A context in which the operations run on this model's device, and on a GPU on its own stream."""
+        with device(self.device.kind, arch=self.device.arch), backend.use_stream(self._stream):
+            yield
 
     def encode(self, prompt):
         """Token ids of a prompt: a string as it is written, a list of chat messages, or ids as they are.
@@ -191,24 +196,26 @@ class LanguageModel:
 
         In a step the host reads the chosen token and nothing else.
         """
-        config = self.config
-        cache = self._cache(len(prompt_ids) + limit)
-        sampler = _Sampler(self, prompt_ids, options)
-        ids = np.asarray(prompt_ids, np.int32)[None]
-        for start in range(0, len(prompt_ids), PREFILL_TOKENS):
-            hidden = self.transformer.hidden(backend.place(ids[:, start : start + PREFILL_TOKENS]), cache)
-        for produced in range(1, limit + 1):
-            logits = self.transformer.logits(hidden[:, -1])  # [1, vocab]
+        session = self._take_session(len(prompt_ids) + limit)
+        try:
+            sampler = _Sampler(self, prompt_ids, options)
             # a vocabulary padded beyond the tokenizer's is never drawn from
-            token = sampler.choose(logits[:, : min(config.vocab, len(self.tokenizer))])  # int32 [1] on the device
-            yield int(backend.fetch(token)[0])
-            if produced < limit:
-                hidden = self.transformer.hidden(token.reshape(1, 1), cache)
+            vocab = min(self.config.vocab, len(self.tokenizer))
+            logits = session.start(prompt_ids)
+            for produced in range(1, limit + 1):
+                sampler.choose(logits[:, :vocab], session.token)
+                yield int(backend.fetch(session.token)[0])
+                if produced < limit:
+                    logits = session.extend()
+        finally:
+            self._idle_session = session
 
-    def _cache(self, capacity):
-        config = self.config
-        dtype = self.transformer.dtype
-        return KVCache(config.layers, 1, capacity, config.kv_heads, config.head_dim, dtype)
+    def _take_session(self, capacity):
+        """The session of an earlier generation where it is long enough and not in use, else a new one."""
+        session, self._idle_session = self._idle_session, None
+        if session is None or session.cache.capacity < min(capacity, self.config.context):
+            session = Session(self.transformer, capacity)
+        return session
 
     def logits(self, ids):
         """The scores behind every token of a text. ids: token ids -> NumPy float32 [tokens, vocab]."""
@@ -216,7 +223,9 @@ class LanguageModel:
         if len(ids) > self.config.context:
             raise ValueError(f"ids: {len(ids)} tokens, wanted at most the model's context of {self.config.context}")
         with self.on_device():
-            cache = self._cache(len(ids))
+            config = self.config
+            dtype = self.transformer.dtype
+            cache = KVCache(config.layers, 1, len(ids), config.kv_heads, config.head_dim, dtype)
             hidden = self.transformer.hidden(backend.place(np.asarray(ids, np.int32)[None]), cache)
             return backend.fetch(self.transformer.logits(hidden[0])).astype(np.float32)
 
@@ -257,14 +266,13 @@ class _Sampler:
                 seen[0, [i for i in prompt_ids if i < seen.shape[1]]] = 1
                 self.seen = backend.place(seen)
 
-    def choose(self, logits):
-        """logits [1, vocab] -> int32 [1]."""
+    def choose(self, logits, token):
+        """logits [1, vocab] -> the chosen token, written into ``token`` int32 [1]."""
         if self.greedy:
-            return ops.argmax(logits)
-        options = vars(self.options)
-        token = ops.sample(logits, seen=self.seen, step=self.step, **options)
+            ops.argmax(logits, out=token)
+            return
+        ops.sample(logits, seen=self.seen, step=self.step, out=token, **vars(self.options))
         ops.advance(self.step, 1)
-        return token
 
 
 def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
@@ -326,9 +334,7 @@ def _open(path):
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError("a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
     if start[:2] == b"PK" or start[:1] == b"\x80":
-        raise CheckpointError(
-            "a pickle checkpoint, refused because loading one can run any code; convert it to GGUF"
-        )
+        raise CheckpointError("a pickle checkpoint, refused because loading one can run any code; convert it to GGUF")
     if not start.startswith(MAGIC):
         raise CheckpointError(f"not a GGUF file (it starts with {start[:4]!r})")
     return GGUFCheckpoint(file)

@@ -30,10 +30,14 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
-    def begin(self, tokens):
-        """Make room for ``tokens`` more tokens a sequence. ValueError where they do not fit; nothing is changed then."""
+    def require(self, tokens):
+        """ValueError where ``tokens`` more tokens a sequence do not fit."""
         if self.used + tokens > self.capacity:
             raise ValueError(f"{self.used} + {tokens} tokens do not fit into a KV cache of {self.capacity}")
+
+    def begin(self, tokens):
+        """A step of ``tokens`` tokens a sequence begins. ValueError where they do not fit; nothing is changed then."""
+        self.require(tokens)
         ops.advance(self.lengths, tokens)
 
     def end(self, tokens):

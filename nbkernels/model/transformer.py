@@ -39,10 +39,10 @@ def rotary_tables(config, positions):
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def linear(x, weight, residual=None):
+def linear(x, weight, residual=None, out=None):
     """x · weightᵀ + residual for a dense or an int8 weight."""
     product = ops.int8_matmul if isinstance(weight, Int8Weight) else ops.matmul
-    return product(x, weight, residual=residual)
+    return product(x, weight, residual=residual, out=out)
 
 
 class Transformer:
@@ -94,9 +94,9 @@ class Transformer:
         cache.end(tokens)
         return x
 
-    def logits(self, hidden):
-        """Scores of the next token. hidden [..., hidden] -> [..., vocab]."""
-        return linear(ops.rms_norm(hidden, self.norm, eps=self.config.norm_eps), self.head)
+    def logits(self, hidden, out=None):
+        """Scores of the next token. hidden [..., hidden] -> [..., vocab], written into ``out`` where it is given."""
+        return linear(ops.rms_norm(hidden, self.norm, eps=self.config.norm_eps), self.head, out=out)
 
 
 def load_transformer(checkpoint, *, dtype, quantize, progress):

@@ -1,0 +1,74 @@
+"""One sequence being written: its KV cache and the steps that extend it, on a GPU as a graph that is replayed.
+
+A decode step is the same launches at the same addresses each time: positions and lengths are counted on the device. So the
+second step is recorded as a CUDA graph, and from then on a token costs the host one launch, its choice, and reading it.
+"""
+
+import numpy as np
+
+from nbkernels.launch.device import current
+from nbkernels.model import backend
+from nbkernels.model.kv_cache import KVCache
+
+CAPACITY_STEP = 256  # tokens: sessions of about one length can serve one another
+PREFILL_TOKENS = (
+    512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
+)
+
+
+class Session:
+    """A KV cache of one sequence, and logits behind its last token.
+
+    ``start(ids)`` reads a prompt, ``extend()`` the token that stands in ``token`` (int32 [1] on the device); both return logits
+    [1, vocab]. The device of the transformer must be entered, and its stream be in force.
+    """
+
+    def __init__(self, transformer, capacity):
+        config = transformer.config
+        self.transformer = transformer
+        capacity = min(config.context, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
+        self.cache = KVCache(config.layers, 1, capacity, config.kv_heads, config.head_dim, transformer.dtype)
+        self.token = backend.zeros((1,), np.dtype(np.int32))
+        self.logits = backend.zeros((1, config.vocab), transformer.dtype)  # one place, so that a replay finds it
+        self._graph = None
+        self._arena = None
+
+    def start(self, prompt_ids):
+        """Forget everything and read a prompt. -> logits behind its last token."""
+        self.cache.reset()
+        ids = np.asarray(prompt_ids, np.int32)[None]
+        for begin in range(0, len(prompt_ids), PREFILL_TOKENS):
+            piece = backend.place(np.ascontiguousarray(ids[:, begin : begin + PREFILL_TOKENS]))
+            hidden = self.transformer.hidden(piece, self.cache)
+        return self.transformer.logits(hidden[:, -1], out=self.logits)
+
+    def extend(self):
+        """Read the token in ``token``. -> logits behind it; those of the step before are overwritten."""
+        if current().kind != "cuda":
+            return self._step()
+        if self._graph is None:
+            return self._record()
+        self.cache.require(1)
+        self._graph.replay(backend.stream())
+        self.cache.used += 1
+        return self.logits
+
+    def _step(self):
+        hidden = self.transformer.hidden(self.token.reshape(1, 1), self.cache)
+        return self.transformer.logits(hidden[:, -1], out=self.logits)
+
+    def _record(self):
+        """A step that runs, and with it the memory and the kernels of the recording that follows."""
+        from nbkernels.launch.graph import Graph
+        from nbkernels.launch.memory import Arena, use_arena
+
+        self._arena = Arena()
+        with use_arena(self._arena):
+            self._step()
+            if self.cache.used < self.cache.capacity:  # else there is no second step
+                graph = Graph()
+                with graph.capture(backend.stream()):
+                    self._step()
+                self.cache.used -= 1  # recorded, not run
+                self._graph = graph
+        return self.logits
