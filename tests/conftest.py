@@ -26,11 +26,17 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {NO_GPU}"))
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["sm_80", "sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    """The device a kernel test runs on: the GPU."""
-    with nbk.device(request.param) as chosen:
-        yield chosen
+    """The device a kernel test runs on: the emulator as two architectures, or the GPU; tests marked gpu on the GPU alone."""
+    if request.param == "cuda":
+        chosen = nbk.device("cuda")
+    elif request.node.get_closest_marker("gpu"):
+        pytest.skip("a shape for the GPU, too large for the emulator")
+    else:
+        chosen = nbk.device("emulator", arch=request.param)
+    with chosen as on:
+        yield on
 
 
 @pytest.fixture(scope="session")

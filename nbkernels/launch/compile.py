@@ -54,7 +54,11 @@ def cache_folder():
 
 @lru_cache(maxsize=1024)
 def ptx(factory, constants, arch):
-    """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a". Needs no GPU."""
+    """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a", from the disk where it is kept. No GPU."""
+    return _kept(factory, constants, arch, "ptx", lambda: _translate(factory, constants, arch).encode()).decode()
+
+
+def _translate(factory, constants, arch):
     from numba import cuda, types
 
     source = factory(*constants)
@@ -96,27 +100,29 @@ def _assemble(text, arch):
     return Linker(ObjectCode.from_ptx(text.encode()), options=options).link("cubin").code
 
 
-@cache
+# what a kernel is made of; the rest of the package launches it, and may change without a new compilation
+_KERNEL_SOURCES = ("nbkernels.kernels", "nbkernels.ptx", "nbkernels.launch.compile")
+
+
 def _imported_modules(module_name):
-    """The module's file and those of the nbkernels modules it imports, directly or not: what its kernels are made of."""
-    path = find_spec(module_name).origin
-    modules = {module_name: path}
-    for node in ast.walk(ast.parse(Path(path).read_text())):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            if name.startswith("nbkernels.") and name not in modules and _is_module(name):
-                modules.update(_imported_modules(name))
+    """Name -> file of a kernel's module and of the kernel sources it imports, directly or not."""
+    modules, unread = {}, [module_name]
+    while unread:
+        name = unread.pop()
+        if name in modules:
+            continue
+        modules[name] = find_spec(name).origin
+        for node in ast.parse(Path(modules[name]).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                candidates = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                unread.extend(c for c in candidates if c.startswith(_KERNEL_SOURCES) and _is_module(c))
     return modules
 
 
 def _is_module(name):
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:
+    except ModuleNotFoundError:  # its parent is a module and no package
         return False
 
 
@@ -160,14 +166,23 @@ def cubin(factory, constants, arch):
     The file is named by a digest of the kernel's source and that of every module it imports, the constants, the
     architecture and the compiler's versions. A file that was damaged is compiled again.
     """
-    path = cache_folder() / "kernels" / f"{factory.__name__}-{_key(factory, constants, arch)[:32]}.cubin"
-    kept = _read_checked(path)
-    if kept is None:
+
+    def make():
         text = ptx(factory, constants, arch)
-        kept = entry_name(text).encode() + b"\0" + _assemble(text, arch)
-        _write_checked(path, kept)
-    name, _, code = kept.partition(b"\0")
+        return entry_name(text).encode() + b"\0" + _assemble(text, arch)
+
+    name, _, code = _kept(factory, constants, arch, "cubin", make).partition(b"\0")
     return code, name.decode()
+
+
+def _kept(factory, constants, arch, suffix, make):
+    """The bytes that ``make`` gives, from the disk where they have been made before."""
+    path = cache_folder() / "kernels" / f"{factory.__name__}-{_key(factory, constants, arch)[:32]}.{suffix}"
+    body = _read_checked(path)
+    if body is None:
+        body = make()
+        _write_checked(path, body)
+    return body
 
 
 def _read_checked(path):

@@ -33,6 +33,16 @@ class Device:
 
 CPU = Device("cpu", "CPU (NumPy)")
 
+EMULATED_SM_COUNT = 4  # a few, so that a plan that fills the card stays small
+# the most shared memory a block may use, by compute capability (CUDA's programming guide, table of technical specifications)
+EMULATED_SHARED_BYTES = {
+    (8, 0): 163 * 1024,
+    (8, 6): 99 * 1024,
+    (8, 7): 163 * 1024,
+    (8, 9): 99 * 1024,
+    (9, 0): 227 * 1024,
+}
+
 _chosen = ContextVar("nbkernels_device", default=None)
 _thread = threading.local()
 
@@ -142,6 +152,15 @@ def _has_cuda():
     return True
 
 
+def _emulated_device(arch):
+    """A Device that stands for an architecture such as "sm_80". ValueError for one the emulator does not know."""
+    capability = parse_arch(arch)[:2]
+    if capability not in EMULATED_SHARED_BYTES:
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in EMULATED_SHARED_BYTES)
+        raise ValueError(f"arch: {arch!r}, the emulator knows {known} (and their variants such as sm_90a)")
+    return Device("emulator", f"emulator ({arch})", arch, EMULATED_SM_COUNT, EMULATED_SHARED_BYTES[capability], 2**34)
+
+
 def resolve(kind, *, arch=None):
     """A Device for "auto", "cuda", "emulator" or "cpu". ValueError for another name, DeviceError where it is not to be had."""
     if kind not in KINDS:
@@ -151,9 +170,7 @@ def resolve(kind, *, arch=None):
     if kind == "cuda":
         return cuda_device()
     if kind == "emulator":
-        from nbkernels.launch.emulated import emulated_device
-
-        return emulated_device(arch or "sm_80")
+        return _emulated_device(arch or "sm_80")
     return CPU
 
 

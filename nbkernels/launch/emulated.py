@@ -1,0 +1,51 @@
+"""The emulator as a device: its memory behind ``launch.memory``, and plans launched on it."""
+
+import sys
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from nbkernels.arrays import DeviceArray, contiguous_strides
+from nbkernels.emulator import Emulator
+from nbkernels.launch.compile import ptx
+
+
+@lru_cache(maxsize=1)
+def emulator():
+    """The one emulator of this process: all emulated arrays live in its memory."""
+    return Emulator()
+
+
+class _Block:
+    """Owns a piece of the emulator's memory and gives it back when it is collected."""
+
+    __slots__ = ("pointer",)
+
+    def __init__(self, nbytes):
+        self.pointer, _ = emulator().memory.allocate(nbytes)
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            emulator().memory.unregister(self.pointer)
+
+
+def allocate(shape, dtype):
+    """A DeviceArray of unspecified content in the emulator's memory."""
+    block = _Block(max(prod(shape) * dtype.itemsize, 16))
+    return DeviceArray(block.pointer, shape, contiguous_strides(shape), dtype, block)
+
+
+def host_view(array):
+    """A NumPy view of an emulated array's memory: what is written to it is written to the array."""
+    if array.size == 0:
+        return np.empty(array.shape, array.dtype)
+    buffer = emulator().memory.find(array.pointer)
+    strides = tuple(s * array.itemsize for s in array.strides)
+    return np.ndarray(array.shape, array.dtype, buffer.data, array.pointer - buffer.base, strides)
+
+
+def launch_emulated(plan, arguments, device):
+    """Run a plan to its end; EmulatorError names what a kernel did wrong."""
+    text = ptx(plan.factory, plan.constants, device.arch)
+    emulator().launch(text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes)
