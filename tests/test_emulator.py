@@ -159,7 +159,9 @@ def test_asynchronous_copies_arrive_at_the_wait():
 
     x = rng().standard_normal((128, 4)).astype(np.float32)
     y, early = np.zeros_like(x), np.zeros(128, np.float32)
-    run(copy, [pointer(float32)] * 3, 1, 128, [x, y, early])
+    with pytest.raises(emulator.RaceError, match=r"test_emulator.py.*ld.shared.f32.*not been waited for.*cp.async"):
+        run(copy, [pointer(float32)] * 3, 1, 128, [x, y, early])
+    run(copy, [pointer(float32)] * 3, 1, 128, [x, y, early], checks=False)
     np.testing.assert_array_equal(y, np.roll(x, -1, axis=0))
     np.testing.assert_array_equal(early, -1.0)
 
@@ -268,3 +270,146 @@ def test_an_unknown_instruction_names_its_line():
         emulator.run_ptx(text.replace("8.0", "99.0"), "odd", 1, 32, [])
     with pytest.raises(emulator.LaunchError, match="takes 0 arguments, got 1"):
         emulator.run_ptx(text.replace("frobnicate", "mov"), "odd", 1, 32, [1])
+
+
+# ---- races and unwritten memory -----------------------------------------------------------------------------------------
+
+
+def exchange(first_barrier, second_barrier):
+    """A kernel in which threads read what others wrote to shared memory, twice, with or without the barriers it needs."""
+
+    def swap(x, y):
+        tile = cuda.shared.array(64, float32)
+        thread = uint32(cuda.threadIdx.x)
+        for turn in range(2):
+            tile[thread] = x[uint32(turn) * uint32(64) + thread]
+            if first_barrier:
+                cuda.syncthreads()
+            y[uint32(turn) * uint32(64) + thread] = tile[uint32(63) - thread]
+            if second_barrier:
+                cuda.syncthreads()
+
+    return swap
+
+
+@pytest.mark.parametrize("barriers", [(True, True), (False, True), (True, False)])
+def test_a_missing_barrier_is_a_race(barriers):
+    x = rng().standard_normal(128).astype(np.float32)
+    y = np.zeros(128, np.float32)
+    arguments = [pointer(float32)] * 2, 1, 64, [x, y]
+    if all(barriers):
+        run(exchange(*barriers), *arguments)
+        np.testing.assert_array_equal(y.reshape(2, 64), x.reshape(2, 64)[:, ::-1])
+        return
+    # without the first barrier a read follows a write, without the second a write follows a read
+    words = "reads 4 bytes.*were written by" if not barriers[0] else "writes 4 bytes.*were read by"
+    with pytest.raises(
+        emulator.RaceError, match=words + r" block \(0, 0, 0\), thread .*test_emulator.py.*nothing orders"
+    ):
+        run(exchange(*barriers), *arguments)
+
+
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_lanes_of_a_warp_need_an_order_too(synchronised):
+    def neighbours(x, y):
+        tile = cuda.shared.array(64, float32)
+        thread = uint32(cuda.threadIdx.x)
+        tile[thread] = x[thread]
+        if synchronised:
+            ptx.warp_sync()
+        y[thread] = tile[thread ^ uint32(1)]
+
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    if synchronised:
+        run(neighbours, [pointer(float32)] * 2, 1, 64, [x, y])
+        np.testing.assert_array_equal(y.reshape(-1, 2), x.reshape(-1, 2)[:, ::-1])
+    else:
+        with pytest.raises(emulator.RaceError):
+            run(neighbours, [pointer(float32)] * 2, 1, 64, [x, y])
+
+
+PIPELINE = """
+.version 8.0
+.target sm_80
+.address_size 64
+.shared .align 16 .b8 tile[256];
+.entry pipeline(.param .u64 y)
+{
+    // warps 0 and 1 write for warps 2 and 3: barrier 1 says that the tile is full
+    .reg .b64 %a<3>; .reg .b32 %r<6>; .reg .pred %p;
+    mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 63; shl.b32 %r3, %r2, 2; mov.u32 %r4, tile; add.u32 %r3, %r3, %r4;
+    setp.lt.u32 %p, %r1, 64; @!%p bra consumer;
+    st.shared.u32 [%r3], %r1;
+    bar.arrive 1, 128;
+    bra done;
+consumer:
+    bar.sync 1, 128;
+    xor.b32 %r3, %r3, 4; ld.shared.u32 %r5, [%r3];
+    ld.param.u64 %a1, [y]; mad.wide.u32 %a1, %r2, 4, %a1; st.global.u32 [%a1], %r5;
+done:
+    ret;
+}
+"""
+
+
+def test_a_named_barrier_orders_producers_and_consumers():
+    y = np.zeros(64, np.uint32)
+    emulator.run_ptx(PIPELINE, None, 1, 128, [y])
+    np.testing.assert_array_equal(y, np.arange(64) ^ 1)
+    with pytest.raises(emulator.RaceError, match="reads 4 bytes at shared address"):
+        emulator.run_ptx(PIPELINE.replace("bar.sync 1, 128", "bar.sync 2, 64"), None, 1, 128, [y])
+    with pytest.raises(emulator.Deadlock, match=r"threads 64-127 wait at barrier 1 .* 64 of 128 threads have come"):
+        emulator.run_ptx(PIPELINE.replace("bar.arrive 1", "bar.arrive 2"), None, 1, 128, [y])
+
+
+def test_two_blocks_that_write_one_word_race_and_atomics_do_not():
+    def collide(y):
+        if cuda.threadIdx.x == 0:
+            y[0] = uint32(cuda.blockIdx.x)
+
+    def count(y):
+        cuda.atomic.add(y, 0, uint32(1))
+
+    y = np.zeros(1, np.uint32)
+    with pytest.raises(emulator.RaceError, match="argument 0"):
+        run(collide, [pointer(uint32)], 200, 32, [y])
+    y[:] = 0
+    e = emulator.Emulator()
+    address = e.memory.register(y)
+    e.launch(compiled(count, uint32[::1]), None, 200, 32, [0, 0, 1, 4, address, 1, 4])
+    assert y[0] == 6400
+
+
+@pytest.mark.parametrize("filled", [64, 63])
+def test_reading_shared_memory_that_nothing_wrote(filled):
+    def read(y):
+        tile = cuda.shared.array(64, float32)
+        if cuda.threadIdx.x < filled:
+            tile[cuda.threadIdx.x] = 1.0
+        cuda.syncthreads()
+        y[cuda.threadIdx.x] = tile[63 - cuda.threadIdx.x]
+
+    y = np.zeros(64, np.float32)
+    if filled == 64:
+        run(read, [pointer(float32)], 3, 64, [y], checks=False)
+        run(read, [pointer(float32)], 1, 64, [y])
+        return
+    with pytest.raises(emulator.UninitialisedRead, match=r"thread \(0, 0, 0\): reads 4 bytes at shared address"):
+        run(read, [pointer(float32)], 1, 64, [y])
+
+
+def test_reading_an_allocation_that_nothing_wrote():
+    def double(x, y):
+        y[cuda.threadIdx.x] = x[cuda.threadIdx.x] * float32(2.0)
+
+    e = emulator.Emulator()
+    (x, data), (y, _) = e.memory.allocate(128, "x", tracked=True), e.memory.allocate(128, tracked=True)
+    text = compiled(double, pointer(float32), pointer(float32))
+    with pytest.raises(emulator.UninitialisedRead, match="byte 124 of x"):
+        e.memory.mark_written(x, 124)
+        e.launch(text, None, 1, 32, [x, y])
+    data.view(np.float32)[:] = 3.0
+    e.memory.mark_written(x, 128)
+    e.launch(text, None, 1, 32, [x, y])
+    e.launch(text, None, 1, 32, [y, x])
+    assert (data.view(np.float32) == 12.0).all()

@@ -1,6 +1,26 @@
 """Executes compiled PTX on the CPU: kernels with shuffles, inline assembly and tensor cores run without a GPU."""
 
-from nbkernels.emulator.errors import Deadlock, EmulatorError, LaunchError, MemoryFault, PtxError, Trap
+from nbkernels.emulator.errors import (
+    Deadlock,
+    EmulatorError,
+    LaunchError,
+    MemoryFault,
+    PtxError,
+    RaceError,
+    Trap,
+    UninitialisedRead,
+)
 from nbkernels.emulator.run import Emulator, run_ptx
 
-__all__ = ["Deadlock", "Emulator", "EmulatorError", "LaunchError", "MemoryFault", "PtxError", "Trap", "run_ptx"]
+__all__ = [
+    "Deadlock",
+    "Emulator",
+    "EmulatorError",
+    "LaunchError",
+    "MemoryFault",
+    "PtxError",
+    "RaceError",
+    "Trap",
+    "UninitialisedRead",
+    "run_ptx",
+]

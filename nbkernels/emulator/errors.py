@@ -13,6 +13,14 @@ class MemoryFault(EmulatorError):
     """An access outside every array, across an array's end, at a misaligned address, or a write to a read-only array."""
 
 
+class UninitialisedRead(EmulatorError):
+    """A read of memory that nothing wrote."""
+
+
+class RaceError(EmulatorError):
+    """Two threads touch the same bytes, at least one of them writing, and nothing orders the two."""
+
+
 class Deadlock(EmulatorError):
     """No thread can go on: the message lists who waits for what."""
 

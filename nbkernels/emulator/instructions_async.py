@@ -19,9 +19,10 @@ _BY_SIZE = {4: (np.uint32, 1), 8: (np.uint64, 1), 16: (np.uint64, 2)}
 class Copy:
     """One cp.async of a group of lanes: where each lane's bytes go, where they come from, and its commit group."""
 
-    __slots__ = ("lanes", "number", "parts", "ragged", "size", "target")
+    __slots__ = ("instruction", "lanes", "number", "parts", "ragged", "size", "target")
 
-    def __init__(self, lanes, target, size, parts, ragged, number):
+    def __init__(self, instruction, lanes, target, size, parts, ragged, number):
+        self.instruction = instruction
         self.lanes = lanes  # [n]
         self.target = target  # byte offset in the machine's shared memory [n]
         self.size = size
@@ -48,9 +49,9 @@ def _bind_issue(m, i):
     size = int(i.operands[2].value)
     if size not in _BY_SIZE:
         raise m.unknown(i, f"cp.async of {size} bytes")
-    to_shared = locator(m, i, i.operands[0], "shared", size, True)
-    whole = locator(m, i, i.operands[1], "global", size, False)
-    byte = locator(m, i, i.operands[1], "global", 1, False)
+    to_shared = locator(m, i, i.operands[0], "shared", size, "copy")
+    whole = locator(m, i, i.operands[1], "global", size, "read")
+    byte = locator(m, i, i.operands[1], "global", 1, "read")
     amount = None
     ignore = None
     if len(i.operands) > 3:
@@ -100,7 +101,7 @@ def _bind_issue(m, i):
                             )
                         ragged.append((int(n), int(count[n]), buffer, int(offset)))
         lanes = group.lanes
-        m.pending_copies.append(Copy(lanes, target, size, parts, ragged, m.copy_group[lanes].copy()))
+        m.pending_copies.append(Copy(i, lanes, target, size, parts, ragged, m.copy_group[lanes].copy()))
 
     return issue
 
@@ -144,7 +145,7 @@ def _part(copy, held):
         if places.size:
             parts.append((buffer, position[places], offsets[chosen]))
     ragged = [(int(position[n]), count, buffer, offset) for n, count, buffer, offset in copy.ragged if held[n]]
-    return Copy(copy.lanes[held], copy.target[held], copy.size, parts, ragged, copy.number[held])
+    return Copy(copy.instruction, copy.lanes[held], copy.target[held], copy.size, parts, ragged, copy.number[held])
 
 
 def land(m, copy):
@@ -164,3 +165,5 @@ def land(m, copy):
             as_bytes[place, :count] = buffer.data[offset : offset + count]
     view = m.shared.view(dtype, vector)
     view[copy.target >> shift] = rows if vector > 1 else rows[:, 0]
+    if m.checks is not None:
+        m.checks.settle(copy.instruction, copy.lanes, copy.target, copy.size)

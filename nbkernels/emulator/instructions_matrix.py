@@ -34,7 +34,7 @@ def bind_load_matrix(m, i):
         raise m.unknown(i, "this shape of ldmatrix")
     transposed = "trans" in words
     places = [m.destination(i, t, U32) for t in _items(i.operands[0])]
-    locate = locator(m, i, i.operands[1], "shared" if space_of(i) == "shared" else "generic", 16, False)
+    locate = locator(m, i, i.operands[1], "shared" if space_of(i) == "shared" else "generic", 16, "read")
     gives_address = np.arange(m.lanes) % WARP < 8 * count
 
     def step(group):
@@ -70,7 +70,7 @@ def bind_store_matrix(m, i):
         raise m.unknown(i, "this shape of stmatrix")
     transposed = "trans" in words
     sources = [m.source(i, s, U32) for s in _items(i.operands[1])]
-    locate = locator(m, i, i.operands[0], "shared" if space_of(i) == "shared" else "generic", 16, True)
+    locate = locator(m, i, i.operands[0], "shared" if space_of(i) == "shared" else "generic", 16, "write")
     gives_address = np.arange(m.lanes) % WARP < 8 * count
 
     def step(group):

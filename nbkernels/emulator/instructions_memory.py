@@ -12,6 +12,8 @@ from nbkernels.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
 from nbkernels.emulator.registry import instruction
 
 U32, U64 = np.dtype(np.uint32), np.dtype(np.uint64)
+# accesses that other threads may rely on without a barrier
+STRONG = ("volatile", "relaxed", "acquire", "release", "mmio")
 SPACES = ("global", "shared", "local", "const", "param")
 
 
@@ -54,8 +56,21 @@ def address_source(m, i, address, space):
     return None, m.symbol_address(base.name, generic) + address.offset
 
 
-def locator(m, i, address, space, size, write, atomic=False):
-    """A function of a group that gives the parts of an access of ``size`` bytes a lane, checked for bounds and alignment."""
+def locator(m, i, address, space, size, mode):
+    """A function of a group that gives the parts of an access of ``size`` bytes a lane, checked for bounds and alignment.
+
+    mode: "read", "write", "atomic", or "copy" for a write that an asynchronous copy begins. The checks know "strong read" and
+    "strong write" besides: accesses that do not race with each other, nor with atomics.
+    """
+    locate = _plain_locator(m, i, address, space, size, mode != "read")
+    if m.checks is None or space == "const":
+        return locate
+    if any(w in i.opcode for w in STRONG) and mode in ("read", "write"):
+        mode = "strong " + mode
+    return m.checks.watch(i, locate, size, mode)
+
+
+def _plain_locator(m, i, address, space, size, write):
     base, offset = address_source(m, i, address, space)
     if base is None:
         base, offset = m.constant(offset % (1 << 64), U64), 0
@@ -230,6 +245,41 @@ def _generic_locator(m, i, base, offset, size, write):
 # ---- loads and stores -------------------------------------------------------------------------------------------------
 
 
+def access_of(i):
+    """(space, bytes) of an instruction's access to shared, global or generic memory, or None."""
+    name = i.opcode[0]
+    if name in ("ld", "ldu", "st"):
+        vector, kind = shape_of(i)
+        return space_of(i), vector * parser.TYPE_BYTES[kind]
+    if name in ("atom", "red"):
+        return space_of(i), parser.TYPE_BYTES.get(i.opcode[-1], 4)
+    if name == "cp" and i.opcode[2:3] in (["ca"], ["cg"]):
+        return "generic", i.operands[2].value
+    return None
+
+
+def granules(function):
+    """The narrowest access of a function to "shared" and to "global" memory, in bytes, at most 16."""
+    found = {"shared": 16, "global": 16}
+    for i in function.instructions:
+        access = access_of(i)
+        if access is not None:
+            for space in found:
+                if access[0] in (space, "generic"):
+                    found[space] = min(found[space], access[1])
+    return found
+
+
+def passes_between_blocks(function):
+    """Whether a function has global atomics or strong accesses, by which blocks may order what they do."""
+    return any(
+        i.opcode[0] in ("atom", "red", "ld", "st")
+        and space_of(i) in ("global", "generic")
+        and (i.opcode[0] in ("atom", "red") or any(w in STRONG for w in i.opcode))
+        for i in function.instructions
+    )
+
+
 @instruction("ld", "ldu")
 def bind_load(m, i):
     vector, kind = shape_of(i)
@@ -246,7 +296,7 @@ def bind_load(m, i):
     elif space == "param":
         space = "generic"
     size = dtype.itemsize * vector
-    locate = locator(m, i, address, space, size, False)
+    locate = locator(m, i, address, space, size, "read")
     shift = size.bit_length() - 1
     only = places[0] if vector == 1 else None
 
@@ -288,13 +338,17 @@ def bind_store(m, i):
     values = i.operands[1].items if isinstance(i.operands[1], parser.Vector) else (i.operands[1],)
     sources = [m.source(i, v, dtype) for v in values]
     size = dtype.itemsize * vector
-    locate = locator(m, i, i.operands[0], "local" if space == "param" else space, size, True)
+    locate = locator(m, i, i.operands[0], "local" if space == "param" else space, size, "write")
     shift = size.bit_length() - 1
 
     def store_one(group):
         values = sources[0][group.sel]
         for buffer, which, offsets in locate(group):
-            buffer.view(dtype)[offsets >> shift if shift else offsets] = values if which is None else values[which]
+            places = offsets >> shift if shift else offsets
+            mine = values if which is None else values[which]
+            buffer.view(dtype)[places] = mine
+            if m.checks is not None:
+                m.checks.last_writer_wins(i, group, buffer, which, offsets, buffer.view(dtype)[places] == mine)
 
     def store_vector(group):
         sel = group.sel
@@ -304,6 +358,9 @@ def bind_store(m, i):
             for number, source in enumerate(sources):
                 rows[:, number] = source[sel] if which is None else source[sel][which]
             view[offsets >> shift] = rows
+            if m.checks is not None:
+                kept = (view[offsets >> shift] == rows).all(axis=1)
+                m.checks.last_writer_wins(i, group, buffer, which, offsets, kept)
 
     return store_one if vector == 1 else store_vector
 
@@ -351,7 +408,7 @@ def bind_atomic(m, i):
     operands = list(i.operands)
     place = m.destination(i, operands.pop(0), dtype) if words[0] == "atom" else None
     address = operands.pop(0)
-    locate = locator(m, i, address, space_of(i), dtype.itemsize, True)
+    locate = locator(m, i, address, space_of(i), dtype.itemsize, "atomic")
     sources = [m.source(i, o, dtype) for o in operands[: 2 if name == "cas" else 1]]
     operation = None if name == "cas" else _atomic_operation(m, i, name, kind)
     shift = dtype.itemsize.bit_length() - 1

@@ -63,10 +63,11 @@ def align(value, alignment):
 class Machine:
     """One entry bound for a block shape: its registers, its memories for a batch of blocks, and the lanes' state.
 
-    block: (x, y, z) threads; blocks: how many run at once; shared_bytes: dynamic shared memory a block.
+    block: (x, y, z) threads; blocks: how many run at once; shared_bytes: dynamic shared memory a block; make_checks: a
+    function of the machine that returns its Checks, or None to run without.
     """
 
-    def __init__(self, module, function, memory, block, blocks, shared_bytes):
+    def __init__(self, module, function, memory, block, blocks, shared_bytes, make_checks=None):
         self.module = module
         self.function = function
         self.name = plain_name(function.name)
@@ -88,6 +89,7 @@ class Machine:
         self.block_linear = np.zeros(blocks, np.int64)
         self._place_variables()
         self._find_constants()
+        self.checks = make_checks(self) if make_checks else None
         self._bind()
 
     # ---- where things lie -----------------------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ class Machine:
         elif name == "trap":
             end = self._bind_trap(instruction)
         elif instruction.opcode[1:2] == ["warp"]:
-            end = self._warp_end(instruction, number, instruction.operands[0], lambda group: None)
+            end = self._warp_end(instruction, number, instruction.operands[0], self._after_warp_sync)
         elif instruction.opcode[1:2] == ["cluster"]:
             # one block a cluster: its barrier is passed at once
             end = lambda group: following  # noqa: E731
@@ -519,6 +521,10 @@ class Machine:
             raise Trap(f"{self.where(instruction, self.first_lane(group))}: the kernel executed trap")
 
         return trap
+
+    def _after_warp_sync(self, group):
+        if self.checks is not None:
+            self.checks.warp_sync(group)
 
     # ---- warp instructions ----------------------------------------------------------------------------------------------
 
@@ -589,6 +595,8 @@ class Machine:
         def end(group):
             simple = action == "sync" and group.kind == FULL and barrier.strides[0] == 0 and count is None
             if simple and not self.arrived.any():
+                if self.checks is not None:
+                    self.checks.everyone_meets()
                 return following
             lanes = group.lanes
             blocks, ids = self.lane_block[lanes], barrier[lanes]
@@ -597,6 +605,8 @@ class Machine:
             np.add.at(self.arrived, (blocks, ids), 1)
             self.expected[blocks, ids] = self.live_count[blocks] if count is None else count[lanes]
             self.counts_all[blocks, ids] = count is None
+            if self.checks is not None:
+                self.checks.arrive(group, barrier)
             if action != "arrive":
                 self.at_barrier[lanes] = ids
                 parked = self.barrier_parked.get(number)
@@ -627,6 +637,8 @@ class Machine:
                     f"but waits for {int(self.expected[block, barrier])}"
                 )
             released = lanes[free]
+            if self.checks is not None:
+                self.checks.release(released, self.at_barrier[released])
             self._reduce_at_barrier(number, released)
             mask = np.zeros(self.lanes, bool)
             mask[released] = True
@@ -636,6 +648,8 @@ class Machine:
             else:
                 del self.barrier_parked[number]
             self.push(number + 1, group_of(mask))
+        if self.checks is not None:
+            self.checks.finish(complete)
         self.arrived[complete] = 0
         self.counts_all[complete] = False
 
@@ -681,6 +695,8 @@ class Machine:
         self.grid = grid
         self.parameters[: len(parameters)] = np.frombuffer(parameters, np.uint8)
         total = grid[0] * grid[1] * grid[2]
+        if self.checks is not None:
+            self.checks.start_launch()
         with np.errstate(all="ignore"):
             for first in range(0, total, self.blocks):
                 self._run_batch(first, min(self.blocks, total - first))
@@ -701,6 +717,8 @@ class Machine:
         self.pending_copies = []
         self.copy_group = np.zeros(self.lanes, np.int64)
         self.shared.data[:] = 0xA5  # what a block finds in shared memory is nothing to rely on
+        if self.checks is not None:
+            self.checks.start_batch()
         self.push(0, group_of(self.live.copy()))
         self._loop()
         if self.barrier_parked or self.warp_waiting or self.parked:

@@ -33,6 +33,7 @@ class Buffer:
         self.readonly = readonly
         self.keep = keep
         self.alive = True
+        self.written = None  # uint8, 0xff for each byte that has been written; None: all have
         self.host = None  # where the bytes lie in the process, for arrays that were registered
         self.views = {}
 
@@ -90,10 +91,22 @@ class GlobalMemory:
             buffer.host = host
         return buffer.base + first_element
 
-    def allocate(self, size, name=None):
-        """(address, uint8 array [size]) of new zeroed bytes."""
+    def allocate(self, size, name=None, *, tracked=False):
+        """(address, uint8 array [size]) of new zeroed bytes.
+
+        tracked: count them as unwritten until a kernel or ``mark_written`` has written them (for the checks).
+        """
         data = np.zeros(size, np.uint8)
-        return self._add(data, name or f"allocation of {size} bytes", False, None).base, data
+        buffer = self._add(data, name or f"allocation of {size} bytes", False, None)
+        if tracked:
+            buffer.written = np.zeros(-(-size // 64) * 64, np.uint8)
+        return buffer.base, data
+
+    def mark_written(self, address, size):
+        """The host has written these bytes."""
+        buffer = self.find(address)
+        if buffer is not None and buffer.written is not None:
+            buffer.written[address - buffer.base : address - buffer.base + size] = 0xFF
 
     def _add(self, data, name, readonly, keep):
         base = self.next_base

@@ -14,6 +14,7 @@ from nbkernels.emulator import (  # noqa: F401  the instruction modules enter th
     instructions_memory,
     instructions_warp,
 )
+from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.errors import LaunchError
 from nbkernels.emulator.machine import BATCH_LANES, WARP, Machine, align
 from nbkernels.emulator.memory import GlobalMemory
@@ -25,9 +26,13 @@ KEPT_MACHINES = 64
 
 
 class Emulator:
-    """A memory and the machines bound to it. ``memory.register(array)`` gives addresses that kernels may use."""
+    """A memory and the machines bound to it. ``memory.register(array)`` gives addresses that kernels may use.
 
-    def __init__(self):
+    checks: report reads of memory that nothing wrote, and races (see ``checks``); bounds are always checked.
+    """
+
+    def __init__(self, *, checks=True):
+        self.checks = checks
         self.memory = GlobalMemory()
         self.machines = OrderedDict()
 
@@ -66,7 +71,9 @@ class Emulator:
         key = (module.text, function.name, block, blocks, shared_bytes)
         machine = self.machines.get(key)
         if machine is None:
-            machine = Machine(module, function, self.memory, block, blocks, shared_bytes)
+            machine = Machine(
+                module, function, self.memory, block, blocks, shared_bytes, _make_checks if self.checks else None
+            )
             used = machine.shared_end - 1024
             if used > MAX_SHARED_BYTES:
                 raise LaunchError(f"{function.name}: {used} bytes of shared memory a block, at most {MAX_SHARED_BYTES}")
@@ -127,6 +134,11 @@ class Emulator:
         return data
 
 
+def _make_checks(machine):
+    function = machine.function
+    return Checks(machine, instructions_memory.granules(function), instructions_memory.passes_between_blocks(function))
+
+
 def three(value, name):
     """An int or a tuple of up to three -> (x, y, z)."""
     value = (value,) if isinstance(value, int | np.integer) else tuple(value)
@@ -135,6 +147,6 @@ def three(value, name):
     return tuple(int(v) for v in value) + (1,) * (3 - len(value))
 
 
-def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator=None):
+def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator=None, checks=True):
     """Run an entry of a PTX text on the CPU, in a memory of its own or that of a given Emulator. See ``Emulator.launch``."""
-    (emulator or Emulator()).launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes)
+    (emulator or Emulator(checks=checks)).launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes)

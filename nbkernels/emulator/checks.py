@@ -1,0 +1,310 @@
+"""Checks of what a GPU lets pass: memory that nothing wrote, and threads that touch the same bytes without an order.
+
+Order between the warps of a block is kept as vector clocks (Lamport's happened-before): ``clock[block, w, v]`` is the last
+time of warp v that warp w has synchronised with. A barrier joins the clocks of those who meet in it; ``bar.warp.sync``
+orders the lanes of a warp among themselves. Blocks are never ordered. One more column stands for the asynchronous engine
+that lands bulk copies.
+
+Every granule of memory (as wide as the kernel's narrowest access) remembers its last writer, its last reader, and the last
+reader of another warp than that one, each as a 64-bit stamp:
+
+    bit 63 atomic | 62 copy under way | 61..34 thread of the grid, plus 1 | 33..20 instruction | 19..0 time of its warp
+"""
+
+import numpy as np
+
+from nbkernels.emulator.errors import RaceError, UninitialisedRead
+
+U64 = np.uint64
+ATOMIC, PENDING = U64(1 << 63), U64(1 << 62)
+FLAGS = ATOMIC | PENDING
+THREAD, CODE = U64(34), U64(20)
+THREAD_MASK, CODE_MASK, TIME_MASK = U64((1 << 28) - 1), U64((1 << 14) - 1), U64((1 << 20) - 1)
+LAST_TIME, MOST_THREADS, MOST_CODE = (1 << 20) - 2, (1 << 28) - 2, (1 << 14) - 1
+
+# larger arrays are watched only from their first write on: the shadow of a large input would cost more than it finds
+EAGER_BYTES = 1 << 24
+WARP = 32
+
+
+class Shadow:
+    """What is remembered of a buffer. granule: bytes an entry."""
+
+    def __init__(self, size, granule):
+        entries = -(-size // 256) * 256 // granule
+        self.granule = granule
+        self.writer = np.zeros(entries, U64)
+        self.reader = np.zeros(entries, U64)
+        self.other_reader = np.zeros(entries, U64)
+
+    def clear(self):
+        """Forget all accesses."""
+        for stamps in (self.writer, self.reader, self.other_reader):
+            stamps[:] = 0
+
+
+class Checks:
+    """The state of a machine's checks. granules: space -> bytes (see ``granule``)."""
+
+    def __init__(self, machine, granules, crosses_blocks):
+        m = self.machine = machine
+        self.granules = granules
+        self.warps = m.padded // WARP
+        self.shared_written = np.zeros(m.shared.size, np.uint8)
+        self.local_written = np.zeros(m.local.size, np.uint8)
+        self.shared_shadow = Shadow(m.shared.size, granules["shared"])
+        self.instructions = m.function.instructions
+        self.numbers = {id(i): min(n, MOST_CODE) for n, i in enumerate(self.instructions)}
+        # a kernel that passes data between blocks by atomics and fences orders them in a way that is not followed here
+        self.crosses_blocks = crosses_blocks
+        self.lane_warp = m.lane_thread // WARP
+
+    # ---- the course of a launch -----------------------------------------------------------------------------------------
+
+    def start_launch(self):
+        """A launch comes after everything before it."""
+        self.global_shadows = {}
+        self.disabled = False
+
+    def start_batch(self):
+        """New blocks: nothing written, nobody ordered."""
+        m = self.machine
+        self.shared_written[:] = 0
+        self.local_written[:] = 0
+        self.shared_shadow.clear()
+        columns = self.warps + 1
+        self.clock = np.zeros((m.blocks, self.warps, columns), np.int64)
+        self.time = np.ones((m.blocks, self.warps), np.int64)
+        self.engine_time = np.zeros(m.blocks, np.int64)
+        self.barrier_clock = np.zeros((m.blocks, 16, columns), np.int64)
+        thread = m.block_linear[m.lane_block] * m.padded + m.lane_thread
+        if int(thread.max()) > MOST_THREADS:
+            self.disabled = True
+        self.thread_stamp = (thread + 1).astype(U64) << THREAD
+        self._restamp()
+
+    def _restamp(self):
+        if int(self.time.max()) > LAST_TIME:
+            self.disabled = True
+        self.lane_stamp = self.thread_stamp | np.repeat(self.time.reshape(-1), WARP).astype(U64)
+
+    # ---- order ----------------------------------------------------------------------------------------------------------
+
+    def _own(self, blocks, warps):
+        """Close the present time of these warps: what they did up to now can be ordered before what follows."""
+        self.clock[blocks, warps, warps] = self.time[blocks, warps]
+        self.time[blocks, warps] += 1
+
+    def _warps_of(self, group):
+        warps = np.flatnonzero(group.mask.reshape(-1, WARP).any(axis=1))
+        return warps // self.warps, warps % self.warps
+
+    def everyone_meets(self):
+        """All threads of all blocks passed a barrier together."""
+        every = np.arange(self.warps)
+        self.clock[:, every, every] = self.time
+        self.clock[:] = self.clock.max(axis=1, keepdims=True)
+        self.time += 1
+        self._restamp()
+
+    def arrive(self, group, barrier):
+        """Lanes come to barriers (ids [lanes]) of their blocks."""
+        blocks, warps = self._warps_of(group)
+        ids = barrier.reshape(-1, WARP).max(axis=1)[blocks * self.warps + warps]
+        self._own(blocks, warps)
+        np.maximum.at(self.barrier_clock, (blocks, ids), self.clock[blocks, warps])
+        self._restamp()
+
+    def release(self, lanes, ids):
+        """Lanes go on behind barriers (ids of these lanes)."""
+        blocks, warps = self.machine.lane_block[lanes], self.lane_warp[lanes]
+        self.clock[blocks, warps] = np.maximum(self.clock[blocks, warps], self.barrier_clock[blocks, ids])
+
+    def finish(self, complete):
+        """These barriers [blocks, 16] begin anew."""
+        self.barrier_clock[complete] = 0
+
+    def warp_sync(self, group):
+        """Lanes of each warp met in bar.warp.sync."""
+        self._own(*self._warps_of(group))
+        self._restamp()
+
+    def publish(self, group):
+        """The clocks of the group's warps, for a release at an mbarrier: (blocks, clocks)."""
+        blocks, warps = self._warps_of(group)
+        self._own(blocks, warps)
+        self._restamp()
+        return blocks, self.clock[blocks, warps]
+
+    def learn(self, group, clocks):
+        """Warps of the group acquire what clocks [warps of the group, columns] hold."""
+        blocks, warps = self._warps_of(group)
+        self.clock[blocks, warps] = np.maximum(self.clock[blocks, warps], clocks)
+
+    # ---- accesses -------------------------------------------------------------------------------------------------------
+
+    def watch(self, instruction, locate, size, mode):
+        """A locate function that also checks.
+
+        mode: "read", "write", "atomic", "strong read", "strong write" or "copy" (a write under way).
+        """
+        code = U64(self.numbers.get(id(instruction), 0)) << CODE
+
+        def watched(group):
+            parts = locate(group)
+            for buffer, which, offsets in parts:
+                self.access(instruction, group, buffer, which, offsets, size, mode, code)
+            return parts
+
+        return watched
+
+    def _shadow_of(self, buffer, writes):
+        m = self.machine
+        if buffer is m.shared:
+            return self.shared_shadow
+        if buffer is m.local:
+            return None
+        found = self.global_shadows.get(buffer.base)
+        if found is None and (writes or buffer.size <= EAGER_BYTES):
+            found = self.global_shadows[buffer.base] = Shadow(buffer.size, self.granules["global"])
+        return found
+
+    def _written_of(self, buffer):
+        m = self.machine
+        if buffer is m.shared:
+            return self.shared_written
+        return self.local_written if buffer is m.local else buffer.written
+
+    def access(self, instruction, group, buffer, which, offsets, size, mode, code):
+        """Check an access of ``size`` bytes a lane at byte offsets of a buffer, and remember it."""
+        strong = mode in ("atomic", "strong read", "strong write")
+        mode = mode.removeprefix("strong ")
+        reads = mode in ("read", "atomic")
+        written = self._written_of(buffer)
+        if written is not None:
+            unit = min(size, 8)
+            view = written[: written.size // size * size].view(f"u{unit}").reshape(-1, size // unit)
+            rows = offsets // size
+            if reads:
+                whole = view[rows] == np.array(0xFFFFFFFFFFFFFFFF, U64).astype(view.dtype)
+                if not whole.all():
+                    self._report_unwritten(instruction, group, buffer, which, offsets, size, whole.all(axis=1))
+            if mode != "read":
+                view[rows] = np.array(0xFFFFFFFFFFFFFFFF, U64).astype(view.dtype)
+        if self.disabled:
+            return
+        shadow = self._shadow_of(buffer, mode != "read")
+        if shadow is None:
+            return
+        lanes = group.lanes if which is None else group.lanes[which]
+        width = max(1, size // shadow.granule)
+        rows = offsets // max(size, shadow.granule)
+        mine = (self.lane_stamp[lanes] | code)[:, None]
+        if strong:
+            mine = mine | ATOMIC
+        elif mode == "copy":
+            mine = mine | PENDING
+        writer = shadow.writer.reshape(-1, width)
+        before = writer[rows]
+        bad = self._unordered(before, mine, lanes, buffer)
+        if bad is not None:
+            self._report(instruction, group, which, offsets, size, buffer, mode, before, bad, True)
+        reader = shadow.reader.reshape(-1, width)
+        other = shadow.other_reader.reshape(-1, width)
+        if mode == "read":
+            last = reader[rows]
+            elsewhere = ((last ^ mine) & ~FLAGS) >> U64(39) != 0
+            if elsewhere.any():
+                other[rows] = np.where(elsewhere & (last != 0), last, other[rows])
+            reader[rows] = mine
+            # several lanes may have read one granule in this very instruction
+            lost = ((reader[rows] ^ mine) & ~FLAGS) >> U64(39) != 0
+            if lost.any():
+                other[rows] = np.where(lost, mine, other[rows])
+            return
+        for seen in (reader[rows], other[rows]):
+            bad = self._unordered(seen, mine, lanes, buffer)
+            if bad is not None:
+                self._report(instruction, group, which, offsets, size, buffer, mode, seen, bad, False)
+        writer[rows] = mine
+
+    def _unordered(self, before, mine, lanes, buffer):
+        """Which stamps [n, width] are of other threads' accesses that nothing orders before this one; None where none is."""
+        suspect = (before != 0) & ((((before ^ mine) & ~FLAGS) >> THREAD != 0) | (before & PENDING != 0))
+        if not suspect.any():
+            return None
+        m = self.machine
+        thread = ((before >> THREAD) & THREAD_MASK).astype(np.int64) - 1
+        slot = m.lane_block[lanes][:, None]
+        same_block = thread // m.padded == m.block_linear[slot]
+        warp = np.where(same_block & suspect, thread % m.padded // WARP, 0)
+        known = self.clock[slot, self.lane_warp[lanes][:, None], warp]
+        ordered = same_block & (known >= (before & TIME_MASK).astype(np.int64)) & (before & PENDING == 0)
+        both_atomic = (before & mine & ATOMIC) != 0
+        bad = suspect & ~ordered & ~both_atomic
+        if self.crosses_blocks and buffer is not m.shared:
+            bad &= same_block
+        return bad if bad.any() else None
+
+    def last_writer_wins(self, instruction, group, buffer, which, offsets, kept):
+        """A store whose lanes wrote different values to one place: kept says whose value is there."""
+        if self.disabled or kept.all():
+            return
+        bad = int(np.argmin(kept))
+        lanes = group.lanes if which is None else group.lanes[which]
+        same = np.flatnonzero(offsets == offsets[bad])
+        m = self.machine
+        raise RaceError(
+            f"{m.where(instruction, int(lanes[bad]))}: writes at {self._place(buffer, int(offsets[bad]))}, where thread "
+            f"{m.thread_name(int(lanes[same[-1]]))} of block {m.block_name(m.lane_block[lanes[same[-1]]])} writes another "
+            "value in the same instruction"
+        )
+
+    def settle(self, instruction, lanes, offsets, size):
+        """Bytes of shared memory that copies of these lanes have brought: from now on writes of those lanes."""
+        shadow = self.shared_shadow
+        width = max(1, size // shadow.granule)
+        rows = offsets // max(size, shadow.granule)
+        code = U64(self.numbers.get(id(instruction), 0)) << CODE
+        shadow.writer.reshape(-1, width)[rows] = (self.lane_stamp[lanes] | code)[:, None]
+
+    # ---- reports --------------------------------------------------------------------------------------------------------
+
+    def _place(self, buffer, offset):
+        m = self.machine
+        if buffer is m.shared:
+            return f"shared address {offset % m.shared_stride:#x}"
+        if buffer is m.local:
+            return f"local address {offset % m.local_stride:#x}"
+        return f"global address {buffer.base + offset:#x} (byte {offset} of {buffer.name})"
+
+    def _report_unwritten(self, instruction, group, buffer, which, offsets, size, whole):
+        bad = int(np.argmin(whole))
+        lane = int((group.lanes if which is None else group.lanes[which])[bad])
+        raise UninitialisedRead(
+            f"{self.machine.where(instruction, lane)}: reads {size} bytes at {self._place(buffer, int(offsets[bad]))}, "
+            "which nothing has written"
+        )
+
+    def _report(self, instruction, group, which, offsets, size, buffer, mode, stamps, bad, wrote):
+        m = self.machine
+        row, column = (int(v[0]) for v in np.nonzero(bad))
+        stamp = int(stamps[row, column])
+        thread = (stamp >> 34 & (1 << 28) - 1) - 1
+        other = self.instructions[stamp >> 20 & MOST_CODE]
+        lane = int((group.lanes if which is None else group.lanes[which])[row])
+        block, number = divmod(thread, m.padded)
+        x, y, _ = m.block
+        gx, gy, _ = m.grid
+        where_block = (block % gx, block // gx % gy, block // (gx * gy))
+        where_thread = (number % x, number // x % y, number // (x * y))
+        verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies asynchronously to"}[mode]
+        what = "they were " + ("written" if wrote else "read")
+        if stamp & int(PENDING):
+            what = "they belong to a copy or matrix product that has not been waited for, issued"
+        source = f"{other.source[0]}:{other.source[1]}, " if other.source else ""
+        raise RaceError(
+            f"{m.where(instruction, lane)}: {verb} {size} bytes at {self._place(buffer, int(offsets[row]))}; "
+            f"{what} by block {where_block}, thread {where_thread} "
+            f"({source}PTX line {other.ptx_line}: {other.text}), and nothing orders the two"
+        )
