@@ -19,9 +19,9 @@ from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch.launcher import launch
 
-# Up to here all rows fit a block of matmul_narrow, so that the weight is read once.
+# Up to here passes of 16 rows over the weight, the second of which finds it in L2, beat tiles that would stand mostly empty.
 NARROW_ROWS = 32
-# Up to here passes of eight rows over the weight, the later ones from L2, beat tiles that would stand mostly empty.
+# The same for multiply-adds, eight rows a pass.
 LANES_ROWS = 16
 
 
@@ -84,7 +84,7 @@ def cost(rows, columns, depth, dtype, *, bias=False, residual=False):
 
 
 def multiply(x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream):
-    """``run`` for weights of either kind, named as plan's weight: [columns, depth], and scales float32 [columns, groups] or None."""
+    """``run`` for both kinds of weight, [columns, depth]; kind: plan's weight; scales float32 [columns, groups] or None."""
     rows, depth = x.shape
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)

@@ -3,7 +3,7 @@
     y[m, n] = epilogue(sum_k x[m, k] · w[n, k])
 
 A block of 16 × 16 threads owns a tile of y; a thread owns MICRO rows and columns of every 64. Tiles of x and w, STEP columns
-deep, are turned into float32 (int8 times its scale) on the way to shared memory, transposed so that a thread reads four rows at once:
+deep, become float32 (int8 times its scale) on the way to shared memory, transposed so that a thread reads four rows at once:
 
     x tile [STEP, tile]                        y tile, thread (i, j):  rows 4i to 4i + 3 (+ 64), columns 4j to 4j + 3 (+ 64)
     w tile [STEP, tile]

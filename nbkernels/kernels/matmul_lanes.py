@@ -81,10 +81,10 @@ def weight_access(dtype, weight, group_size, width):
 
 
 def matmul_lanes_kernel(dtype, weight, group_size, width, row_count, column_count, epilogue):
-    """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale group_size columns, any number).
+    """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale any group_size).
 
-    width: WIDTH where dtype is float32, rows of x and the weight begin at addresses divisible by that many elements, and depth and
-    group_size are multiples of it; else 1.
+    width: WIDTH where dtype is float32, rows of x and the weight begin at addresses divisible by that many elements, and
+    depth and group_size are multiples of it; else 1.
     """
     load_x, _ = access(dtype, width, True)
     load_weight = weight_access(dtype, weight, group_size, width)

@@ -2,8 +2,8 @@
 
     y[m, n] = epilogue(sum_k x[m, k] · w[n, k])
 
-The weight is the product's left side, 16 of its rows (y's columns) a fragment; up to eight rows of x are its narrow right side. A
-warp streams its rows of the weight straight from memory into fragments, without shared memory, since the product does not
+The weight is the product's left side, 16 of its rows (y's columns) a fragment; eight rows of x are its narrow right side. A warp
+streams its rows of the weight straight from memory into fragments, without shared memory, since the product does not
 care in which order k is summed: lane q of a quad takes eight consecutive k of each CHUNK of 32, of the weight and of x alike,
 and calls them columns 2q, 2q + 1, 2q + 8, 2q + 9 of two fragments.
 
@@ -37,9 +37,11 @@ DENSE_CHUNKS = 2
 INT8_CHUNKS = 4
 # float32 between the rows of partial sums in shared memory, beyond the columns: with it a quad's writes meet no bank twice
 PAD = 4
-MOST_WARPS = 16
-# From this many columns on the blocks fill any GPU, and warps with more to do each are better than more warps.
+# More warps a block would leave some multiprocessors with one block of two.
+MOST_WARPS = 12
+# From this many columns on the blocks fill any GPU, and fewer warps with more to do each are better.
 MANY_COLUMNS = 8192
+MOST_WARPS_OF_MANY_COLUMNS = 8
 
 
 def unit(weight):
@@ -80,10 +82,10 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
         b = cuda.local.array(x_words, uint32)
         scale = cuda.local.array(scale_count, float32)
         for chunk in range(chunks):
-            at = uint32(k + uint32(chunk * CHUNK))
-            inside = uint32(at + lane_k) < depth
+            start = uint32(k + uint32(chunk * CHUNK))
             # columns that are there in place of those that are not, and zeros made of them later: no branch between the loads
-            at = at if inside else uint32(0)
+            at = uint32(start + lane_k)
+            at = at if at < depth else uint32(0)
             for i in range(weight_rows):
                 words = load_weight(ptx.address(weight, weight_starts[i] + int64(at)))
                 for j in range(raw_words):
@@ -93,8 +95,9 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
                 for j in range(4):
                     b[(chunk * row_tiles + i) * 4 + j] = words[j]
             if groups and chunk % chunks_a_scale == 0:
+                # the same for all lanes of a row, also for one whose own columns end sooner
+                group = int64(uint32((start if start < depth else uint32(0)) // uint32(group_size)))
                 for i in range(weight_rows):
-                    group = int64(uint32(at // uint32(group_size)))
                     scale[chunk // chunks_a_scale * weight_rows + i] = scales[scale_starts[i] + group]
         # a barrier of the warp, for the assembler: it would move loads behind products to save registers
         ptx.warp_sync()
@@ -147,7 +150,7 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
                     for j in range(4):
                         sums[v + j] = part[j]
 
-    @kernel(launch_bounds=threads)
+    @kernel(launch_bounds=(threads, 1))
     def matmul_narrow(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(dtype if dense else "int8"),
@@ -185,10 +188,10 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
         # rows beyond the last are read as the last: their products go nowhere
         for i in range(row_tiles):
             row = min(first_row + int64(FRAGMENT_ROWS * i) + lane_row, rows - int64(1))
-            x_starts[i] = row * x_stride + int64(lane_k)
+            x_starts[i] = row * x_stride
         for i in range(weight_rows):
             column = min(first_column + int64(8 * i) + lane_row, columns - int64(1))
-            weight_starts[i] = column * weight_stride + int64(lane_k)
+            weight_starts[i] = column * weight_stride
             scale_starts[i] = column * scale_stride
 
         k = uint32(warp * uint32(columns_a_turn))
@@ -235,7 +238,7 @@ def _warps(columns, depth, weight):
     """Warps that share a block's columns along k."""
     turns = -(-depth // unit(weight))
     if columns >= MANY_COLUMNS:
-        return max(1, min(MOST_WARPS // 2, turns // 4))
+        return max(1, min(MOST_WARPS_OF_MANY_COLUMNS, turns // 4))
     # as many turns each: the last round has no idle warps
     return -(-turns // -(-turns // MOST_WARPS))
 
@@ -243,10 +246,9 @@ def _warps(columns, depth, weight):
 @lru_cache(maxsize=4096)
 def plan(rows, columns, depth, dtype, weight, group_size, epilogue):
     """rows, columns, depth > 0; weight and group_size (0 where there is none) as ``matmul_narrow_kernel``."""
-    row_tiles = min(4, 1 << (-(-rows // FRAGMENT_ROWS) - 1).bit_length())
-    # two fragments of columns read x half as often; one gives more blocks, and int8 with four tiles of rows needs the registers
-    wide = columns >= MANY_COLUMNS and not (weight != "dense" and row_tiles == 4)
-    column_tiles = 2 if wide else 1
+    row_tiles = 1 if rows <= FRAGMENT_ROWS else 2
+    # two fragments of columns read x half as often; one gives more blocks
+    column_tiles = 2 if columns >= MANY_COLUMNS else 1
     warps = _warps(columns, depth, weight)
     blocks = -(-rows // (FRAGMENT_ROWS * row_tiles)) * -(-columns // (FRAGMENT_COLUMNS * column_tiles))
     shared_bytes = 4 * warps * FRAGMENT_ROWS * row_tiles * (FRAGMENT_COLUMNS * column_tiles + PAD)

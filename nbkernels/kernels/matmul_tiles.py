@@ -79,23 +79,15 @@ def _fill_piece(itemsize, wide):
     mask = (1 << bits) - 1
 
     @cuda.jit(device=True, inline="always")
-    def word(pointer, index, first, count):
-        packed = uint32(0)
-        for j in range(per_word):
-            if uint32(first + j) < count:
-                element = uint32(uint32(pointer[index + int64(first + j)]) & uint32(mask))
-                packed = uint32(packed | uint32(element << uint32(bits * j)))
-        return packed
-
-    @cuda.jit(device=True, inline="always")
     def fill(shared, pointer, index, count):
-        ptx.st_shared_v4(
-            shared,
-            word(pointer, index, 0, count),
-            word(pointer, index, per_word, count),
-            word(pointer, index, 2 * per_word, count),
-            word(pointer, index, 3 * per_word, count),
-        )
+        words = cuda.local.array(4, uint32)
+        for i in range(4):
+            words[i] = uint32(0)
+            for j in range(per_word):
+                if uint32(per_word * i + j) < count:
+                    element = uint32(uint32(pointer[index + int64(per_word * i + j)]) & uint32(mask))
+                    words[i] = uint32(words[i] | uint32(element << uint32(bits * j)))
+        ptx.st_shared_v4(shared, words[0], words[1], words[2], words[3])
 
     return fill
 
