@@ -2,8 +2,8 @@
 
 Order between the warps of a block is kept as vector clocks (Lamport's happened-before): ``clock[block, w, v]`` is the last
 time of warp v that warp w has synchronised with. A barrier joins the clocks of those who meet in it; ``bar.warp.sync``
-orders the lanes of a warp among themselves. Blocks are never ordered. One more column stands for the asynchronous engine
-that lands bulk copies.
+orders the lanes of a warp among themselves; an mbarrier hands the clocks of those who arrive to those who wait. Blocks are
+never ordered.
 
 Every granule of memory (as wide as the kernel's narrowest access) remembers its last writer, its last reader, and the last
 reader of another warp than that one, each as a 64-bit stamp:
@@ -72,10 +72,9 @@ class Checks:
         self.shared_written[:] = 0
         self.local_written[:] = 0
         self.shared_shadow.clear()
-        columns = self.warps + 1
+        columns = self.warps
         self.clock = np.zeros((m.blocks, self.warps, columns), np.int64)
         self.time = np.ones((m.blocks, self.warps), np.int64)
-        self.engine_time = np.zeros(m.blocks, np.int64)
         self.barrier_clock = np.zeros((m.blocks, 16, columns), np.int64)
         thread = m.block_linear[m.lane_block] * m.padded + m.lane_thread
         if int(thread.max()) > MOST_THREADS:
@@ -197,21 +196,25 @@ class Checks:
         if shadow is None:
             return
         lanes = group.lanes if which is None else group.lanes[which]
+        self._remember(instruction, shadow, buffer, lanes, offsets, size, mode, code, strong)
+
+    def _remember(self, instruction, shadow, buffer, lanes, offsets, size, mode, code, strong):
+        """Compare an access with the stamps of what it touches, and leave its own."""
         width = max(1, size // shadow.granule)
         rows = offsets // max(size, shadow.granule)
         mine = (self.lane_stamp[lanes] | code)[:, None]
         if strong:
             mine = mine | ATOMIC
-        elif mode == "copy":
+        elif mode in ("copy", "pending read"):
             mine = mine | PENDING
         writer = shadow.writer.reshape(-1, width)
         before = writer[rows]
         bad = self._unordered(before, mine, lanes, buffer)
         if bad is not None:
-            self._report(instruction, group, which, offsets, size, buffer, mode, before, bad, True)
+            self._report(instruction, lanes, offsets, size, buffer, mode, before, bad, True)
         reader = shadow.reader.reshape(-1, width)
         other = shadow.other_reader.reshape(-1, width)
-        if mode == "read":
+        if mode in ("read", "pending read"):
             last = reader[rows]
             elsewhere = ((last ^ mine) & ~FLAGS) >> U64(39) != 0
             if elsewhere.any():
@@ -225,7 +228,7 @@ class Checks:
         for seen in (reader[rows], other[rows]):
             bad = self._unordered(seen, mine, lanes, buffer)
             if bad is not None:
-                self._report(instruction, group, which, offsets, size, buffer, mode, seen, bad, False)
+                self._report(instruction, lanes, offsets, size, buffer, mode, seen, bad, False)
         writer[rows] = mine
 
     def _unordered(self, before, mine, lanes, buffer):
@@ -268,6 +271,71 @@ class Checks:
         code = U64(self.numbers.get(id(instruction), 0)) << CODE
         shadow.writer.reshape(-1, width)[rows] = (self.lane_stamp[lanes] | code)[:, None]
 
+    def pending_read(self, instruction, lane, offsets):
+        """A matrix product of a lane's warpgroup begins to read 16-byte chunks of shared memory; returns the stamp it leaves."""
+        code = U64(self.numbers.get(id(instruction), 0)) << CODE
+        view = self.shared_written.view(U64).reshape(-1, 2)
+        whole = (view[offsets // 16] == U64(0xFFFFFFFFFFFFFFFF)).all(axis=1)
+        lanes = np.full(offsets.size, lane)
+        if not whole.all():
+            bad = int(np.argmin(whole))
+            raise UninitialisedRead(
+                f"{self.machine.where(instruction, lane)}: reads 16 bytes at "
+                f"{self._place(self.machine.shared, int(offsets[bad]))}, which nothing has written"
+            )
+        if not self.disabled:
+            self._remember(
+                instruction, self.shared_shadow, self.machine.shared, lanes, offsets, 16, "pending read", code, False
+            )
+        return self.lane_stamp[lane] | code | PENDING
+
+    def settle_reads(self, instruction, offsets, stamp, lane):
+        """A product has been waited for: its reads happened by now."""
+        code = U64(self.numbers.get(id(instruction), 0)) << CODE
+        shadow = self.shared_shadow
+        rows = offsets // max(16, shadow.granule)
+        for stamps in (shadow.reader, shadow.other_reader):
+            view = stamps.reshape(-1, max(1, 16 // shadow.granule))
+            seen = view[rows]
+            view[rows] = np.where(seen == stamp, self.lane_stamp[lane] | code, seen)
+
+    def bulk_access(self, instruction, lane, buffer, start, size, mode):
+        """A bulk copy of a lane touches bytes of a buffer."""
+        written = self._written_of(buffer)
+        if written is not None:
+            if "read" in mode and not (written[start : start + size] == 0xFF).all():
+                raise UninitialisedRead(
+                    f"{self.machine.where(instruction, lane)}: copies {size} bytes at {self._place(buffer, start)}, "
+                    "some of which nothing has written"
+                )
+            if "read" not in mode:
+                written[start : start + size] = 0xFF
+        if self.disabled:
+            return
+        shadow = self._shadow_of(buffer, "read" not in mode)
+        if shadow is None:
+            return
+        code = U64(self.numbers.get(id(instruction), 0)) << CODE
+        granule = shadow.granule
+        offsets = np.arange(start // granule * granule, start + size, granule)
+        lanes = np.full(offsets.size, lane)
+        self._remember(instruction, shadow, buffer, lanes, offsets, granule, mode, code, False)
+
+    def settle_pieces(self, copy):
+        """A bulk copy has been carried out."""
+        code = U64(self.numbers.get(id(copy.instruction), 0)) << CODE
+        stamp = self.lane_stamp[copy.lane] | code
+        for source, start, target, at, size, _ in copy.pieces:
+            for buffer, first, arrays in ((source, start, ("reader", "other_reader")), (target, at, ("writer",))):
+                shadow = None if buffer is None or self.disabled else self._shadow_of(buffer, True)
+                if shadow is None:
+                    continue
+                rows = slice(first // shadow.granule, -(-(first + size) // shadow.granule))
+                for name in arrays:
+                    view = getattr(shadow, name)[rows]
+                    held = view & PENDING != 0
+                    view[held] = stamp
+
     # ---- reports --------------------------------------------------------------------------------------------------------
 
     def _place(self, buffer, offset):
@@ -286,19 +354,21 @@ class Checks:
             "which nothing has written"
         )
 
-    def _report(self, instruction, group, which, offsets, size, buffer, mode, stamps, bad, wrote):
+    def _report(self, instruction, lanes, offsets, size, buffer, mode, stamps, bad, wrote):
         m = self.machine
         row, column = (int(v[0]) for v in np.nonzero(bad))
         stamp = int(stamps[row, column])
         thread = (stamp >> 34 & (1 << 28) - 1) - 1
         other = self.instructions[stamp >> 20 & MOST_CODE]
-        lane = int((group.lanes if which is None else group.lanes[which])[row])
+        lane = int(lanes[row])
         block, number = divmod(thread, m.padded)
         x, y, _ = m.block
         gx, gy, _ = m.grid
         where_block = (block % gx, block // gx % gy, block // (gx * gy))
         where_thread = (number % x, number // x % y, number // (x * y))
-        verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies asynchronously to"}[mode]
+        verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies asynchronously to"}.get(
+            mode, "reads"
+        )
         what = "they were " + ("written" if wrote else "read")
         if stamp & int(PENDING):
             what = "they belong to a copy or matrix product that has not been waited for, issued"

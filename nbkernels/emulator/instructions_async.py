@@ -8,6 +8,7 @@ import numpy as np
 
 from nbkernels.emulator import parser
 from nbkernels.emulator.groups import group_of
+from nbkernels.emulator.instructions_bulk import barrier_at, bind_bulk, shared_addresses
 from nbkernels.emulator.instructions_memory import locator
 from nbkernels.emulator.machine import DTYPES
 from nbkernels.emulator.registry import instruction
@@ -40,6 +41,10 @@ def bind_copy(m, i):
         return _bind_commit(m)
     if words[2] in ("wait_group", "wait_all"):
         return _bind_wait(m, None if words[2] == "wait_all" else int(i.operands[0].value))
+    if words[2] == "bulk":
+        return bind_bulk(m, i)
+    if words[2] == "mbarrier":
+        return _bind_mbarrier_arrive(m, i)
     if words[2] not in ("ca", "cg"):
         raise m.unknown(i, f"cp.async.{words[2]}")
     return _bind_issue(m, i)
@@ -133,6 +138,40 @@ def _bind_wait(m, pending):
         m.pending_copies = kept
 
     return wait
+
+
+def land_all(m, lanes):
+    """Carry out all copies of these lanes."""
+    mask = np.zeros(m.lanes, bool)
+    mask[lanes] = True
+    kept = []
+    for copy in m.pending_copies:
+        due = mask[copy.lanes]
+        if due.any():
+            land(m, copy if due.all() else _part(copy, due))
+        if not due.all():
+            kept.append(_part(copy, ~due) if due.any() else copy)
+    m.pending_copies = kept
+
+
+def _bind_mbarrier_arrive(m, i):
+    """cp.async.mbarrier.arrive: the arrival comes when the lane's copies have landed, which is when somebody waits."""
+    addresses = shared_addresses(m, i, i.operands[0])
+    counted = "noinc" in i.opcode
+
+    def step(group):
+        at = addresses(group)
+        lanes = group.lanes
+        keys = m.lane_block[lanes] * (1 << 32) + at
+        for key in np.unique(keys):
+            mine = keys == key
+            barrier = barrier_at(m, i, int(lanes[np.argmax(mine)]), at[np.argmax(mine)])
+            count = int(np.count_nonzero(mine))
+            if not counted:
+                barrier.pending += count
+            barrier.arrivals.append((i, lanes[mine], at[mine], np.ones(count, np.int64)))
+
+    return step
 
 
 def _part(copy, held):

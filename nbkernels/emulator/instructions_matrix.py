@@ -10,7 +10,7 @@ import numpy as np
 from nbkernels.emulator import parser, rounding
 from nbkernels.emulator.groups import group_of
 from nbkernels.emulator.instructions_memory import locator, space_of
-from nbkernels.emulator.machine import DTYPES, WARP
+from nbkernels.emulator.machine import WARP
 from nbkernels.emulator.registry import warp_instruction
 
 U32 = np.dtype(np.uint32)
@@ -100,8 +100,8 @@ def bind_move_matrix(m, i):
     return None, step
 
 
-# type word -> (elements a 32-bit word, function of the words [..., 1] giving the elements as float64 or int64)
-def _elements(kind):
+def element_reader(kind):
+    """(elements a 32-bit word, function that turns uint32 words into their elements as float64) of a type."""
     if kind == "bf16":
         return 2, lambda w: rounding.from_bf16(w.view(np.uint16)).astype(np.float64)
     if kind == "f16":
@@ -139,10 +139,10 @@ def bind_matrix_product(m, i):
     if "sp" in words or "row" not in words or "col" not in words:
         raise m.unknown(i, "this form of mma")
     result, kind_a, kind_b = words[-4:-1]
-    elements, read_a = _elements(kind_a)
-    if elements is None or _elements(kind_b)[0] != elements:
+    elements, read_a = element_reader(kind_a)
+    if elements is None or element_reader(kind_b)[0] != elements:
         raise m.unknown(i, "mma of these types")
-    read_b = _elements(kind_b)[1]
+    read_b = element_reader(kind_b)[1]
     rows, columns, depth = (int(n) for n in shape[1:].replace("n", " ").replace("k", " ").split())
     row_halves = rows // 8
     a, b = ([m.source(i, r, U32) for r in _items(o)] for o in i.operands[1:3])
@@ -182,6 +182,3 @@ def bind_matrix_product(m, i):
                 places[register][sel] = words_of.reshape(-1)
 
     return None, step
-
-
-__all__ = ["DTYPES", "fragment_matrix", "whole_warps"]

@@ -56,14 +56,14 @@ def address_source(m, i, address, space):
     return None, m.symbol_address(base.name, generic) + address.offset
 
 
-def locator(m, i, address, space, size, mode):
+def locator(m, i, address, space, size, mode, *, checked=True):
     """A function of a group that gives the parts of an access of ``size`` bytes a lane, checked for bounds and alignment.
 
     mode: "read", "write", "atomic", or "copy" for a write that an asynchronous copy begins. The checks know "strong read" and
     "strong write" besides: accesses that do not race with each other, nor with atomics.
     """
     locate = _plain_locator(m, i, address, space, size, mode != "read")
-    if m.checks is None or space == "const":
+    if m.checks is None or space == "const" or not checked:
         return locate
     if any(w in i.opcode for w in STRONG) and mode in ("read", "write"):
         mode = "strong " + mode

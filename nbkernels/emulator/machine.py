@@ -13,7 +13,7 @@ from nbkernels.emulator import parser
 from nbkernels.emulator.errors import Deadlock, LaunchError, MemoryFault, PtxError
 from nbkernels.emulator.groups import FULL, RUN, THIN, Group, full_group, group_of
 from nbkernels.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW, Buffer
-from nbkernels.emulator.registry import BINDERS, WARP_BINDERS
+from nbkernels.emulator.registry import BATCH_ENDS, BINDERS, END_BINDERS, WARP_BINDERS, WARPGROUP_BINDERS, find
 
 WARP = 32
 
@@ -379,7 +379,7 @@ class Machine:
         starts = {0, len(instructions), *self.function.labels.values()}
         for index, instruction in enumerate(instructions):
             name = instruction.opcode[0]
-            if name in _BLOCK_ENDS or name in WARP_BINDERS:
+            if _ends_block(instruction):
                 starts.add(index + 1)
                 if name not in ("bra", "brx", "ret", "exit", "trap"):
                     starts.add(index)
@@ -395,8 +395,8 @@ class Machine:
                 name = instruction.opcode[0]
                 if name in _BLOCK_ENDS:
                     end = self._bind_end(instruction, number)
-                elif name in WARP_BINDERS:
-                    end = self._bind_warp(instruction, number)
+                elif _ends_block(instruction):
+                    end = self._bind_waiting(instruction, number)
                 else:
                     step = self._bind_step(instruction)
                     if step is not None:
@@ -408,7 +408,7 @@ class Machine:
         self.block_instruction.append(None)
 
     def _bind_step(self, instruction):
-        binder = BINDERS.get(instruction.opcode[0])
+        binder = find(BINDERS, instruction.opcode)
         if binder is None:
             raise self.unknown(instruction, f"instruction {instruction.opcode[0]}")
         if (
@@ -528,10 +528,17 @@ class Machine:
 
     # ---- warp instructions ----------------------------------------------------------------------------------------------
 
-    def _bind_warp(self, instruction, number):
-        binder = WARP_BINDERS[instruction.opcode[0]]
-        members, step = self._call_binder(binder, instruction)
-        end = self._warp_end(instruction, number, members, step)
+    def _bind_waiting(self, instruction, number):
+        """The end of a block whose instruction lanes may have to wait at: for their warp, their warpgroup, or an mbarrier."""
+        binder = find(END_BINDERS, instruction.opcode)
+        if binder is not None:
+            end = self._call_binder(lambda machine, i: binder(machine, i, number), instruction)
+        elif find(WARPGROUP_BINDERS, instruction.opcode):
+            step = self._call_binder(find(WARPGROUP_BINDERS, instruction.opcode), instruction)
+            end = self._warpgroup_end(number, step)
+        else:
+            members, step = self._call_binder(find(WARP_BINDERS, instruction.opcode), instruction)
+            end = self._warp_end(instruction, number, members, step)
         return self._guarded_end(instruction, end, number + 1)
 
     def _warp_end(self, instruction, number, members, step):
@@ -562,6 +569,27 @@ class Machine:
                 self.warp_waiting[number] = left
             else:
                 self.warp_waiting.pop(number, None)
+            if ready is None:
+                return -1
+            step(ready)
+            self.push(following, ready)
+            return -1
+
+        return end
+
+    def _warpgroup_end(self, number, step):
+        """As _warp_end, for all live lanes of four warps."""
+        following = number + 1
+
+        def end(group):
+            waiting = self.warp_waiting.pop(number, None)
+            waiting = group.mask if waiting is None else waiting | group.mask
+            here, live = waiting.reshape(-1, 4 * WARP), self.live.reshape(-1, 4 * WARP)
+            complete = (here & (here == live).all(axis=1, keepdims=True)).reshape(-1)
+            left = waiting & ~complete
+            if left.any():
+                self.warp_waiting[number] = left
+            ready = group_of(complete)
             if ready is None:
                 return -1
             step(ready)
@@ -716,6 +744,9 @@ class Machine:
         self.ready, self.since, self.decisions = {}, {}, 0
         self.pending_copies = []
         self.copy_group = np.zeros(self.lanes, np.int64)
+        self.mbarriers, self.bulk_stores, self.pending_products = {}, [], []
+        self.bulk_group = np.zeros(self.lanes, np.int64)
+        self.product_group = np.zeros(self.lanes, np.int64)
         self.shared.data[:] = 0xA5  # what a block finds in shared memory is nothing to rely on
         if self.checks is not None:
             self.checks.start_batch()
@@ -723,6 +754,8 @@ class Machine:
         self._loop()
         if self.barrier_parked or self.warp_waiting or self.parked:
             raise Deadlock(self._describe_deadlock())
+        for finish in BATCH_ENDS:
+            finish(self)
 
     def _loop(self):
         ready, code = self.ready, self.code
@@ -802,15 +835,23 @@ class Machine:
                     f"  block {self.block_name(block)}: {_ranges(self.lane_thread[mine])} wait for other lanes of their "
                     f"warp ({_place(instruction)})"
                 )
-        for instruction, mask in self.parked.values():
-            lanes = np.flatnonzero(mask)
-            for block in np.unique(self.lane_block[lanes])[:4]:
-                mine = lanes[self.lane_block[lanes] == block]
+        for (block, address), waiting in self.parked.items():
+            barrier = self.mbarriers[block, address]
+            for number, group in waiting:
                 lines.append(
-                    f"  block {self.block_name(block)}: {_ranges(self.lane_thread[mine])} wait for an mbarrier "
-                    f"({_place(instruction)})"
+                    f"  block {self.block_name(block)}: {_ranges(self.lane_thread[group.lanes])} wait for the mbarrier at "
+                    f"shared address {address:#x} ({_place(self.block_instruction[number])}): its phase {barrier.phase} "
+                    f"lacks {barrier.pending} of {barrier.expected} arrivals and {barrier.tx} bytes"
                 )
         return "\n".join(lines)
+
+
+def _ends_block(instruction):
+    """Whether lanes may part or wait at an instruction, so that a basic block ends behind it."""
+    opcode = instruction.opcode
+    return opcode[0] in _BLOCK_ENDS or any(
+        find(table, opcode) for table in (WARP_BINDERS, WARPGROUP_BINDERS, END_BINDERS)
+    )
 
 
 def _place(instruction):

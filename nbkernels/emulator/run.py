@@ -7,12 +7,14 @@ import numpy as np
 
 from nbkernels.emulator import (  # noqa: F401  the instruction modules enter their binders when they are imported
     instructions_async,
+    instructions_bulk,
     instructions_convert,
     instructions_float,
     instructions_integer,
     instructions_matrix,
     instructions_memory,
     instructions_warp,
+    instructions_wgmma,
 )
 from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.errors import LaunchError
