@@ -299,42 +299,46 @@ class Checks:
             seen = view[rows]
             view[rows] = np.where(seen == stamp, self.lane_stamp[lane] | code, seen)
 
-    def bulk_access(self, instruction, lane, buffer, start, size, mode):
-        """A bulk copy of a lane touches bytes of a buffer."""
+    def bulk_access(self, instruction, lane, buffer, offsets, size, mode):
+        """Pieces of a bulk copy of a lane touch bytes of a buffer: ``size`` bytes at each of offsets [n]."""
+        reads = "read" in mode
         written = self._written_of(buffer)
         if written is not None:
-            if "read" in mode and not (written[start : start + size] == 0xFF).all():
+            span = offsets[:, None] + np.arange(size)
+            if reads and not (written[span] == 0xFF).all():
                 raise UninitialisedRead(
-                    f"{self.machine.where(instruction, lane)}: copies {size} bytes at {self._place(buffer, start)}, "
-                    "some of which nothing has written"
+                    f"{self.machine.where(instruction, lane)}: copies from {self._place(buffer, int(offsets[0]))} what "
+                    "nothing has written, at least in part"
                 )
-            if "read" not in mode:
-                written[start : start + size] = 0xFF
-        if self.disabled:
-            return
-        shadow = self._shadow_of(buffer, "read" not in mode)
+            if not reads:
+                written[span] = 0xFF
+        shadow = None if self.disabled else self._shadow_of(buffer, not reads)
         if shadow is None:
             return
         code = U64(self.numbers.get(id(instruction), 0)) << CODE
-        granule = shadow.granule
-        offsets = np.arange(start // granule * granule, start + size, granule)
+        if size < shadow.granule or size & (size - 1) or (offsets % size).any():
+            # odd pieces at an array's edge: granule by granule
+            offsets = np.unique(offsets[:, None] + np.arange(size)) // shadow.granule * shadow.granule
+            offsets, size = np.unique(offsets), shadow.granule
         lanes = np.full(offsets.size, lane)
-        self._remember(instruction, shadow, buffer, lanes, offsets, granule, mode, code, False)
+        self._remember(instruction, shadow, buffer, lanes, offsets, size, mode, code, False)
 
-    def settle_pieces(self, copy):
+    def settle_copy(self, copy):
         """A bulk copy has been carried out."""
+        if self.disabled:
+            return
         code = U64(self.numbers.get(id(copy.instruction), 0)) << CODE
         stamp = self.lane_stamp[copy.lane] | code
-        for source, start, target, at, size, _ in copy.pieces:
-            for buffer, first, arrays in ((source, start, ("reader", "other_reader")), (target, at, ("writer",))):
-                shadow = None if buffer is None or self.disabled else self._shadow_of(buffer, True)
+        for move in copy.moves:
+            for buffer, offsets, reads in ((move.source, move.start, True), (move.target, move.to, False)):
+                shadow = None if buffer is None else self._shadow_of(buffer, True)
                 if shadow is None:
                     continue
-                rows = slice(first // shadow.granule, -(-(first + size) // shadow.granule))
-                for name in arrays:
-                    view = getattr(shadow, name)[rows]
-                    held = view & PENDING != 0
-                    view[held] = stamp
+                steps = np.arange(0, max(move.size, 1), shadow.granule)
+                rows = (offsets[:, None] + steps) // shadow.granule
+                for stamps in (shadow.reader, shadow.other_reader) if reads else (shadow.writer,):
+                    seen = stamps[rows]
+                    stamps[rows] = np.where(seen & PENDING != 0, stamp, seen)
 
     # ---- reports --------------------------------------------------------------------------------------------------------
 

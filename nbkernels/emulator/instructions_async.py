@@ -7,6 +7,7 @@ overwrites the source too early, gets the wrong data here as it might on a GPU.
 import numpy as np
 
 from nbkernels.emulator import parser
+from nbkernels.emulator.copies import COPY_SHAPES, Copy, land, part_of
 from nbkernels.emulator.groups import group_of
 from nbkernels.emulator.instructions_bulk import barrier_at, bind_bulk, shared_addresses
 from nbkernels.emulator.instructions_memory import locator
@@ -14,22 +15,6 @@ from nbkernels.emulator.machine import DTYPES
 from nbkernels.emulator.registry import instruction
 
 U32 = np.dtype(np.uint32)
-_BY_SIZE = {4: (np.uint32, 1), 8: (np.uint64, 1), 16: (np.uint64, 2)}
-
-
-class Copy:
-    """One cp.async of a group of lanes: where each lane's bytes go, where they come from, and its commit group."""
-
-    __slots__ = ("instruction", "lanes", "number", "parts", "ragged", "size", "target")
-
-    def __init__(self, instruction, lanes, target, size, parts, ragged, number):
-        self.instruction = instruction
-        self.lanes = lanes  # [n]
-        self.target = target  # byte offset in the machine's shared memory [n]
-        self.size = size
-        self.parts = parts  # (buffer, positions in lanes, byte offsets) of lanes that copy all bytes
-        self.ragged = ragged  # (position, bytes, buffer, byte offset) of lanes that copy only the first bytes
-        self.number = number  # commit group [n]
 
 
 @instruction("cp")
@@ -52,7 +37,7 @@ def bind_copy(m, i):
 
 def _bind_issue(m, i):
     size = int(i.operands[2].value)
-    if size not in _BY_SIZE:
+    if size not in COPY_SHAPES:
         raise m.unknown(i, f"cp.async of {size} bytes")
     to_shared = locator(m, i, i.operands[0], "shared", size, "copy")
     whole = locator(m, i, i.operands[1], "global", size, "read")
@@ -131,27 +116,13 @@ def _bind_wait(m, pending):
             if due.all():
                 land(m, copy)
             elif due.any():
-                land(m, _part(copy, due))
-                kept.append(_part(copy, ~due))
+                land(m, part_of(copy, due))
+                kept.append(part_of(copy, ~due))
             else:
                 kept.append(copy)
         m.pending_copies = kept
 
     return wait
-
-
-def land_all(m, lanes):
-    """Carry out all copies of these lanes."""
-    mask = np.zeros(m.lanes, bool)
-    mask[lanes] = True
-    kept = []
-    for copy in m.pending_copies:
-        due = mask[copy.lanes]
-        if due.any():
-            land(m, copy if due.all() else _part(copy, due))
-        if not due.all():
-            kept.append(_part(copy, ~due) if due.any() else copy)
-    m.pending_copies = kept
 
 
 def _bind_mbarrier_arrive(m, i):
@@ -172,37 +143,3 @@ def _bind_mbarrier_arrive(m, i):
             barrier.arrivals.append((i, lanes[mine], at[mine], np.ones(count, np.int64)))
 
     return step
-
-
-def _part(copy, held):
-    """The copies of some of the lanes."""
-    position = np.cumsum(held) - 1
-    parts = []
-    for buffer, which, offsets in copy.parts:
-        chosen = held if which is None else held[which]
-        places = np.flatnonzero(held) if which is None else which[chosen]
-        if places.size:
-            parts.append((buffer, position[places], offsets[chosen]))
-    ragged = [(int(position[n]), count, buffer, offset) for n, count, buffer, offset in copy.ragged if held[n]]
-    return Copy(copy.instruction, copy.lanes[held], copy.target[held], copy.size, parts, ragged, copy.number[held])
-
-
-def land(m, copy):
-    """Carry a copy out."""
-    dtype, vector = _BY_SIZE[copy.size]
-    shift = copy.size.bit_length() - 1
-    rows = np.zeros((copy.lanes.size, vector), dtype)
-    for buffer, which, offsets in copy.parts:
-        values = buffer.view(dtype, vector).take(offsets >> shift, axis=0).reshape(-1, vector)
-        if which is None:
-            rows[:] = values
-        else:
-            rows[which] = values
-    if copy.ragged:
-        as_bytes = rows.view(np.uint8).reshape(copy.lanes.size, copy.size)
-        for place, count, buffer, offset in copy.ragged:
-            as_bytes[place, :count] = buffer.data[offset : offset + count]
-    view = m.shared.view(dtype, vector)
-    view[copy.target >> shift] = rows if vector > 1 else rows[:, 0]
-    if m.checks is not None:
-        m.checks.settle(copy.instruction, copy.lanes, copy.target, copy.size)

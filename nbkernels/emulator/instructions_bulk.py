@@ -6,6 +6,7 @@ A copy's data land when somebody waits for them, and not before. Waiting lanes a
 import numpy as np
 
 from nbkernels.emulator import parser, tensor_map
+from nbkernels.emulator.copies import CHUNK, BulkCopy, Move, land_all
 from nbkernels.emulator.errors import LaunchError
 from nbkernels.emulator.groups import group_of
 from nbkernels.emulator.instructions_memory import address_source, locator, space_of
@@ -220,31 +221,9 @@ END_BINDERS["mbarrier.test_wait"] = _bind_wait
 # ---- bulk copies ------------------------------------------------------------------------------------------------------
 
 
-class BulkCopy:
-    """One bulk copy: pieces (source buffer or None for zeros, source offset, target buffer, target offset, bytes)."""
-
-    __slots__ = ("instruction", "lane", "pieces", "size")
-
-    def __init__(self, instruction, lane, pieces, size):
-        self.instruction = instruction
-        self.lane = lane
-        self.pieces = pieces
-        self.size = size
-
-
-def _carry_out(m, copy):
-    """Move the bytes, and let the checks know that they have come."""
-    for source, start, target, at, size, fill in copy.pieces:
-        target.data[at : at + size] = fill if source is None else source.data[start : start + size]
-    if m.checks is not None:
-        m.checks.settle_pieces(copy)
-
-
 def land(m, key, barrier):
     """Bring what an mbarrier still waits for."""
     if barrier.arrivals:
-        from nbkernels.emulator.instructions_async import land_all
-
         arrivals, barrier.arrivals = barrier.arrivals, []
         for instruction, lanes, addresses, counts in arrivals:
             land_all(m, lanes)
@@ -253,7 +232,7 @@ def land(m, key, barrier):
         return
     copies, barrier.copies = barrier.copies, []
     for copy in copies:
-        _carry_out(m, copy)
+        copy.carry_out(m)
         barrier.tx -= copy.size
         if m.checks is not None:
             mask = np.zeros(m.lanes, bool)
@@ -276,14 +255,14 @@ def bind_bulk(m, i):
     tensor = "tensor" in words
     spaces = [w.partition("::")[0] for w in words if w.partition("::")[0] in ("shared", "global")]
     to_shared = spaces[0] == "shared"
-    pieces_of = (_tensor_pieces if tensor else _plain_pieces)(m, i, to_shared)
+    moves_of = (_tensor_moves if tensor else _plain_moves)(m, i, to_shared)
     if not to_shared:
 
         def store(group):
             for lane in group.lanes:
-                pieces, size = pieces_of(int(lane))
-                m.bulk_stores.append([BulkCopy(i, int(lane), pieces, size), int(m.bulk_group[lane])])
-                _check_pieces(m, i, int(lane), pieces, to_shared)
+                moves, size = moves_of(int(lane))
+                m.bulk_stores.append([BulkCopy(i, int(lane), moves, size), int(m.bulk_group[lane])])
+                _check_moves(m, i, int(lane), moves, to_shared)
 
         return store
     barrier_operand = i.operands[2] if tensor else i.operands[3]
@@ -291,20 +270,21 @@ def bind_bulk(m, i):
 
     def load(group):
         for lane, address in zip(group.lanes, barriers(group), strict=True):
-            pieces, size = pieces_of(int(lane))
-            _check_pieces(m, i, int(lane), pieces, to_shared)
-            barrier_at(m, i, lane, address).copies.append(BulkCopy(i, int(lane), pieces, size))
+            moves, size = moves_of(int(lane))
+            _check_moves(m, i, int(lane), moves, to_shared)
+            barrier_at(m, i, lane, address).copies.append(BulkCopy(i, int(lane), moves, size))
 
     return load
 
 
-def _check_pieces(m, i, lane, pieces, to_shared):
+def _check_moves(m, i, lane, moves, to_shared):
     if m.checks is None:
         return
-    for source, start, target, at, size, _ in pieces:
-        if source is not None:
-            m.checks.bulk_access(i, lane, source, start, size, "read" if to_shared else "pending read")
-        m.checks.bulk_access(i, lane, target, at, size, "copy" if to_shared else "write")
+    for move in moves:
+        if move.source is not None:
+            mode = "read" if to_shared else "pending read"
+            m.checks.bulk_access(i, lane, move.source, move.start, move.size, mode)
+        m.checks.bulk_access(i, lane, move.target, move.to, move.size, "copy" if to_shared else "write")
 
 
 def _shared_place(m, i, lane, address, size):
@@ -341,33 +321,34 @@ def _scalar(m, i, operand, space):
     return lambda lane: int(base[lane]) + offset
 
 
-def _plain_pieces(m, i, to_shared):
+def _plain_moves(m, i, to_shared):
     target = _scalar(m, i, i.operands[0], "shared" if to_shared else "global")
     source = _scalar(m, i, i.operands[1], "global" if to_shared else "shared")
     size_of = m.source(i, i.operands[2], U32)
 
-    def pieces(lane):
+    def moves(lane):
         size = int(size_of[lane])
-        if size % 16:
+        if size % CHUNK:
             raise m.fault(i, lane, f"a bulk copy of {size} bytes, which is no multiple of 16")
+        steps = np.arange(0, size, CHUNK)
+        here, there = (target, source) if to_shared else (source, target)
+        buffer, offset = _global_place(m, i, lane, there(lane), size, not to_shared)
+        shared = _shared_place(m, i, lane, here(lane), size)
         if to_shared:
-            buffer, start = _global_place(m, i, lane, source(lane), size, False)
-            return [(buffer, start, m.shared, _shared_place(m, i, lane, target(lane), size), size, 0)], size
-        buffer, at = _global_place(m, i, lane, target(lane), size, True)
-        return [(m.shared, _shared_place(m, i, lane, source(lane), size), buffer, at, size, 0)], size
+            return [Move(buffer, offset + steps, m.shared, shared + steps, CHUNK)], size
+        return [Move(m.shared, shared + steps, buffer, offset + steps, CHUNK)], size
 
-    return pieces
+    return moves
 
 
-def _tensor_pieces(m, i, to_shared):
-    """16-byte pieces of a box of a tensor map: rows of the box, cut where the swizzle moves them and at the array's edge."""
+def _tensor_moves(m, i, to_shared):
+    """16-byte chunks of the rows of a tensor map's box, where the swizzle puts them, cut at the array's edge."""
     described, shared = (i.operands[1], i.operands[0]) if to_shared else (i.operands[0], i.operands[1])
     map_at = _scalar(m, i, parser.Address(described.base, described.offset, None), "generic")
     shared_at = _scalar(m, i, shared, "shared")
-    coordinates = described.coordinates.items
-    numbers = [m.source(i, c, np.dtype(np.int32)) for c in coordinates]
+    numbers = [m.source(i, c, np.dtype(np.int32)) for c in described.coordinates.items]
 
-    def pieces(lane):
+    def moves(lane):
         address = map_at(lane)
         buffer, start = _global_place(m, i, lane, address, tensor_map.BYTES, False)
         try:
@@ -376,53 +357,70 @@ def _tensor_pieces(m, i, to_shared):
             raise m.fault(i, lane, str(error)) from error
         if len(tensor.box) != len(numbers):
             raise m.fault(i, lane, f"{len(numbers)} coordinates for a tensor map of {len(tensor.box)} axes")
-        first = [int(n[lane]) for n in numbers]
         size = int(np.prod(tensor.box)) * tensor.itemsize
-        base = shared_at(lane)
+        base = shared_at(lane) % SHARED_WINDOW
         bits = tensor_map.SWIZZLES[tensor.swizzle]
-        pattern = (128 << bits) if bits else 16
-        if base % max(128, pattern):
-            raise m.fault(
-                i, lane, f"a tensor copy at shared address {base:#x}, wanted a multiple of {max(128, pattern)}"
-            )
-        place = _shared_place(m, i, lane, base, size)
-        lane_base = place - base if base < SHARED_WINDOW else int(m.lane_shared[lane])
-        found = []
-        row_bytes = tensor.box[0] * tensor.itemsize
-        for number, index in enumerate(np.ndindex(*tensor.box[:0:-1])):
-            outer = [c + n for c, n in zip(first[1:], index[::-1], strict=True)]
-            inside = all(0 <= c < e for c, e in zip(outer, tensor.extents[1:], strict=True))
-            row = tensor.address + sum(c * s for c, s in zip(outer, tensor.strides, strict=True))
-            for byte in range(0, row_bytes, 16):
-                at = lane_base + int(tensor_map.swizzled(place - lane_base + number * row_bytes + byte, bits))
-                _add_chunk(found, m, i, lane, tensor, first[0], inside, row, byte, at, to_shared)
-        return found, size
+        pattern = 128 << bits
+        if base % pattern:
+            raise m.fault(i, lane, f"a tensor copy at shared address {base:#x}, wanted a multiple of {pattern}")
+        window = _shared_place(m, i, lane, base, size) - base
+        places = window + tensor_map.swizzled(base + np.arange(0, size, CHUNK), bits)
+        return _box_moves(m, i, lane, tensor, [int(n[lane]) for n in numbers], places, to_shared), size
 
-    return pieces
+    return moves
 
 
-def _add_chunk(found, m, i, lane, tensor, column, inside, row, byte, at, to_shared):
-    """Add the pieces of one 16-byte chunk of a box row: the part inside the array, and zeros outside it."""
-    low = column * tensor.itemsize + byte
+def _box_moves(m, i, lane, tensor, first, places, to_shared):
+    """The moves between the box at element ``first`` and the shared places of its chunks, row by row."""
+    rows = np.indices(tensor.box[:0:-1]).reshape(len(tensor.box) - 1, -1)[::-1]  # [outer axes, rows], innermost first
+    row_address = np.full(max(1, rows.shape[1]), tensor.address, np.int64)
+    inside = np.ones(row_address.size, bool)
+    for axis, steps in enumerate(rows):
+        at = first[axis + 1] + steps
+        inside &= (at >= 0) & (at < tensor.extents[axis + 1])
+        row_address = row_address + at * tensor.strides[axis]
+    low = first[0] * tensor.itemsize + np.arange(0, tensor.box[0] * tensor.itemsize, CHUNK)  # bytes within the row
     width = tensor.extents[0] * tensor.itemsize
-    begin, end = (max(low, 0), min(low + 16, width)) if inside else (0, 0)
-    if end <= begin:
-        if to_shared:
-            found.append((None, 0, m.shared, at, 16, 0xFF if tensor.fill_nan else 0))
-        return
-    buffer = m.memory.find(row + begin)
-    if buffer is None or row + end > buffer.end:
-        raise m.fault(i, lane, f"a tensor copy at global address {row + begin:#x}: {m.memory.describe(row + begin)}")
-    outside, inner = at + begin - low, row + begin - buffer.base
-    if to_shared:
-        fill = 0xFF if tensor.fill_nan else 0
-        if begin > low:
-            found.append((None, 0, m.shared, at, begin - low, fill))
-        found.append((buffer, inner, m.shared, outside, end - begin, 0))
-        if end < low + 16:
-            found.append((None, 0, m.shared, outside + end - begin, low + 16 - end, fill))
-    else:
-        found.append((m.shared, outside, buffer, inner, end - begin, 0))
+    low, row_address = (v.reshape(-1) for v in np.broadcast_arrays(low, row_address[:, None]))
+    inside = np.repeat(inside, low.size // inside.size)
+    full = inside & (low >= 0) & (low + CHUNK <= width)
+    empty = ~inside | (low + CHUNK <= 0) | (low >= width)
+    fill = 0xFF if tensor.fill_nan else 0
+    found = []
+    if full.any():
+        addresses = row_address[full] + low[full]
+        buffer, offset = _array_of(m, i, lane, int(addresses.min()), int(addresses.max()) + CHUNK, not to_shared)
+        offsets = addresses - int(addresses.min()) + offset
+        found.append(
+            Move(buffer, offsets, m.shared, places[full], CHUNK)
+            if to_shared
+            else Move(m.shared, places[full], buffer, offsets, CHUNK)
+        )
+    if to_shared and empty.any():
+        found.append(Move(None, 0, m.shared, places[empty], CHUNK, fill))
+    for n in np.flatnonzero(~full & ~empty):
+        begin, end = max(int(low[n]), 0), min(int(low[n]) + CHUNK, width)
+        address = int(row_address[n])
+        buffer, offset = _array_of(m, i, lane, address + begin, address + end, not to_shared)
+        place = int(places[n]) + begin - int(low[n])
+        if not to_shared:
+            found.append(Move(m.shared, place, buffer, offset, end - begin))
+            continue
+        found.append(Move(buffer, offset, m.shared, place, end - begin))
+        for start, stop in ((int(places[n]), place), (place + end - begin, int(places[n]) + CHUNK)):
+            if stop > start:
+                found.append(Move(None, 0, m.shared, start, stop - start, fill))
+    return found
+
+
+def _array_of(m, i, lane, begin, end, write):
+    """(buffer, byte offset) of global bytes that must lie in one array."""
+    buffer = m.memory.find(begin)
+    if buffer is None or end > buffer.end:
+        raise m.fault(i, lane, f"a tensor copy at global address {begin:#x} to {end:#x}: {m.memory.describe(begin)}")
+    if write and buffer.readonly:
+        raise m.fault(i, lane, f"a tensor copy to {buffer.name}, which is read-only")
+    return buffer, begin - buffer.base
 
 
 def _bind_bulk_commit(m):
@@ -438,7 +436,7 @@ def _bind_bulk_wait(m, pending):
         mask = group.mask
         for copy, number in m.bulk_stores:
             if mask[copy.lane] and number < m.bulk_group[copy.lane] - pending:
-                _carry_out(m, copy)
+                copy.carry_out(m)
             else:
                 kept.append([copy, number])
         m.bulk_stores = kept
@@ -449,7 +447,7 @@ def _bind_bulk_wait(m, pending):
 def finish_stores(m):
     """What was not waited for lands at the latest when the kernel ends."""
     for copy, _ in m.bulk_stores:
-        _carry_out(m, copy)
+        copy.carry_out(m)
     m.bulk_stores = []
 
 
