@@ -14,8 +14,9 @@ pass adds the masses of the keys that share the bytes found so far into 256 bins
 
     bins:   0 … | b | … 255        mass above b  <  target  <=  mass above b + mass of b
 
-A mass is 1 for top_k and a probability in units of 2^-32 for top_p: integers, so the order in which they are added is no
-matter.
+A mass is 1 for top_k and a probability in units of 2^-26 for top_p: integers, so the order in which they are added is no
+matter. Each is kept in two 13-bit halves, for which shared memory has 32-bit atomic additions and which up to 2^19 tokens can't
+overflow.
 """
 
 import math
@@ -33,8 +34,12 @@ from nbkernels.launch.launcher import Plan, launch
 THREADS = 1024  # one block must read the whole row
 WARPS = THREADS // ptx.WARP
 BINS = 256
+HALVES = 2 * BINS
 LOG2E = np.float32(np.log2(np.e))
-MASS_UNIT = np.float32(2.0**32)
+MASS_UNIT = np.float32(2.0**26)
+HALF_BITS = 13
+LARGEST_MASS = 2 ** (2 * HALF_BITS) - 1
+MOST_TOKENS = 2 ** (32 - HALF_BITS)
 # Philox's multipliers and key increments
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -82,12 +87,37 @@ def _score(dtype, penalised):
 
 
 @cuda.jit(device=True, inline="always")
-def _choose_bin(bins, chosen, above, target):
+def _clear(halves):
+    """Empty the bins; halves: shared uint32 [HALVES], the upper halves of the masses behind the lower ones."""
+    cuda.syncthreads()
+    if cuda.threadIdx.x < HALVES:
+        halves[cuda.threadIdx.x] = uint32(0)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, inline="always")
+def _add_mass(halves, number, mass):
+    """Add a mass to a bin."""
+    cuda.atomic.add(halves, number, uint32(mass & uint32(2**HALF_BITS - 1)))
+    upper = uint32(mass >> uint32(HALF_BITS))
+    if upper != uint32(0):
+        cuda.atomic.add(halves, uint32(number + uint32(BINS)), upper)
+
+
+@cuda.jit(device=True, inline="always")
+def _mass(halves, number):
+    """The mass of a bin."""
+    return uint64(uint64(halves[number]) + (uint64(halves[uint32(number + uint32(BINS))]) << uint64(HALF_BITS)))
+
+
+@cuda.jit(device=True, inline="always")
+def _choose_bin(halves, bins, chosen, above, target):
     """The byte whose bin holds the target mass, and the mass above it; every thread takes part. bins: shared uint64 [BINS]."""
     thread = uint32(cuda.threadIdx.x)
     own = uint64(0)
     if thread < uint32(BINS):
-        own = bins[thread]
+        own = _mass(halves, thread)
+        bins[thread] = own
     for i in range(8):  # suffix sums, in place: bin b becomes the mass of b and all above it
         cuda.syncthreads()
         more = uint64(0)
@@ -139,6 +169,7 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
     ):
         scratch = cuda.shared.array(32, uint64)
         warp_values = cuda.shared.array(WARPS, float32)
+        halves = cuda.shared.array(HALVES, uint32)
         bins = cuda.shared.array(BINS, uint64)
         chosen = cuda.shared.array(2, uint64)
         row = int64(cuda.blockIdx.x)
@@ -167,19 +198,16 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
                 above = uint64(0)
                 for level in range(4):
                     shift = uint32(24 - 8 * level)
-                    cuda.syncthreads()
-                    if thread < uint32(BINS):
-                        bins[thread] = uint64(0)
-                    cuda.syncthreads()
+                    _clear(halves)
                     i = thread
                     while i < vocab:
                         key = ordered(score(logits, seen, at + int64(i), seen_at + int64(i), temperature, penalty))
                         # shifted in 64 bits, since a shift by 32 has no meaning in 32
                         if uint32(uint64(key) >> uint64(shift + uint32(8))) == prefix:
-                            cuda.atomic.add(bins, uint32(uint32(key >> shift) & uint32(BINS - 1)), uint64(1))
+                            _add_mass(halves, uint32(uint32(key >> shift) & uint32(BINS - 1)), uint32(1))
                         i = uint32(i + uint32(THREADS))
                     cuda.syncthreads()
-                    _choose_bin(bins, chosen, above, uint64(top_k))
+                    _choose_bin(halves, bins, chosen, above, uint64(top_k))
                     prefix = uint32(uint32(prefix << uint32(8)) | uint32(chosen[0]))
                     above = chosen[1]
                 threshold = prefix
@@ -189,26 +217,24 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
                 above = uint64(0)
                 for level in range(4):
                     shift = uint32(24 - 8 * level)
-                    cuda.syncthreads()
-                    if thread < uint32(BINS):
-                        bins[thread] = uint64(0)
-                    cuda.syncthreads()
+                    _clear(halves)
                     i = thread
                     while i < vocab:
                         x = score(logits, seen, at + int64(i), seen_at + int64(i), temperature, penalty)
                         key = ordered(x)
                         if key >= threshold and uint32(uint64(key) >> uint64(shift + uint32(8))) == prefix:
-                            mass = uint64(ptx.ex2(float32(x - top) * LOG2E) * MASS_UNIT)
-                            cuda.atomic.add(bins, uint32(uint32(key >> shift) & uint32(BINS - 1)), mass)
+                            mass = uint32(ptx.ex2(float32(x - top) * LOG2E) * MASS_UNIT)
+                            mass = min(mass, uint32(LARGEST_MASS))
+                            _add_mass(halves, uint32(uint32(key >> shift) & uint32(BINS - 1)), mass)
                         i = uint32(i + uint32(THREADS))
                     cuda.syncthreads()
                     if level == 0:
                         total = uint64(0)
                         for b in range(BINS):
-                            total = uint64(total + bins[b])
+                            total = uint64(total + _mass(halves, uint32(b)))
                         target = max(uint64(math.ceil(float64(total) * float64(top_p))), uint64(1))
                         cuda.syncthreads()
-                    _choose_bin(bins, chosen, above, target)
+                    _choose_bin(halves, bins, chosen, above, target)
                     prefix = uint32(uint32(prefix << uint32(8)) | uint32(chosen[0]))
                     above = chosen[1]
                 threshold = max(threshold, prefix)
@@ -255,6 +281,8 @@ def run(logits, seen, step, out, options, device, stream):
     by_count = not greedy and options["top_k"] is not None and options["top_k"] < vocab
     by_mass = not greedy and options["top_p"] is not None and options["top_p"] < 1
     by_share = not greedy and options["min_p"] is not None
+    if by_mass and vocab > MOST_TOKENS:
+        raise ValueError(f"logits: {vocab} columns, top_p takes at most {MOST_TOKENS}")
     chosen = plan(rows, logits.dtype, greedy, seen is not None, by_count, by_mass, by_share, step is not None)
     pointers = (logits.pointer, *(0 if x is None else x.pointer for x in (seen, step)), out.pointer)
     strides = (logits.strides[0], 0 if seen is None else seen.strides[0], out.strides[0])

@@ -73,9 +73,12 @@ def _translate(factory, constants, arch):
             lineinfo=lineinfo,
         )[0]
 
-    text = translate(True)
+    # NVVM 13 fails on some sound programs when it has to keep line information: it refuses them, or drops a label
+    try:
+        text = translate(True)
+    except Exception:
+        text = translate(False)  # an error of the kernel itself is raised here again
     if not _labels_stand(text):
-        # seen with NVVM 13.5 and line information: a label that a branch names was dropped
         text = translate(False)
     # the entry gets the function's own name, in place of a mangled one that holds its types
     mangled = re.search(r"\.entry\s+(\w+)\(", text).group(1)

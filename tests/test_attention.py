@@ -1,0 +1,141 @@
+"""Attention against the float64 reference: prompts (``kernels/attention.py``) and few tokens (``kernels/decode.py``)."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import BOUND, poisoned, random, relative_error, to_device, to_host
+
+import nbkernels as nbk
+from nbkernels import reference
+from nbkernels.kernels import attention, decode
+
+F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+
+
+def inputs(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, seed=0):
+    q = random((batch, q_len, heads, head_dim), dtype, seed)
+    k, v = (random((batch, kv_len, kv_heads, head_dim), dtype, seed + i) for i in (1, 2))
+    return q, k, v
+
+
+def check(q, k, v, lengths=None, **options):
+    """Run on the device into a poisoned output, compare, and return what came out."""
+    out = poisoned(q.shape, q.dtype)
+    nbk.attention(*map(to_device, (q, k, v)), kv_lengths=to_device(lengths), out=out, **options)
+    got = to_host(out)
+    if lengths is not None:  # the reference must not see what stands beyond a length either
+        k, v = (np.where(np.arange(x.shape[1])[:, None, None] < lengths[:, None, None, None], x, 0) for x in (k, v))
+    want = reference.attention(*(np.asarray(x, np.float64) for x in (q, k, v)), kv_lengths=lengths, **options)
+    assert relative_error(got, want) < BOUND[q.dtype]
+    return got
+
+
+# q_len, kv_len: both sides of FEW_TOKENS, of a tile of queries, of a tile of keys and of a split
+FEW = [(1, 9), (2, 5), (5, 2), (1, decode.SPLIT), (3, decode.SPLIT + 1), (8, 2 * decode.SPLIT + 40)]
+MANY = [(9, 9), (17, 17), (64, 64), (65, 130), (70, 33)]
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("q_len, kv_len", FEW + MANY)
+def test_lengths(device, dtype, q_len, kv_len):
+    check(*inputs(2, q_len, kv_len, 6, 2, 64, dtype), causal=True)
+
+
+@pytest.mark.parametrize("q_len, kv_len", [(1, 300), (20, 40)])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(16, F16), (72, BF16), (80, F32), (80, BF16), (128, BF16), (256, BF16), (13, F16)]
+)
+def test_head_sizes(device, q_len, kv_len, head_dim, dtype):
+    check(*inputs(1, q_len, kv_len, 2, 1, head_dim, dtype), causal=True)
+
+
+@pytest.mark.parametrize("q_len", [2, 40])
+@pytest.mark.parametrize("causal, window", [(False, None), (False, 3), (True, 30)])
+def test_masks(device, q_len, causal, window):
+    check(*inputs(2, q_len, 300, 2, 2, 64, BF16), causal=causal, window=window)
+
+
+def test_a_window_counts_the_current_token(device):
+    q, k, _ = inputs(1, 8, 8, 1, 1, 64, F32)
+    v = np.zeros((1, 8, 1, 64), F32)
+    v[0, np.arange(8), 0, np.arange(8)] = 1  # the output's columns are the weights
+    got = check(q, k, v, window=3)
+    for i in range(8):
+        assert np.flatnonzero(got[0, i, 0]).tolist() == list(range(max(0, i - 2), i + 1))
+
+
+@pytest.mark.parametrize("q_len", [1, 12])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (9, 3), (8, 1)])
+def test_grouped_heads(device, q_len, heads, kv_heads):
+    check(*inputs(2, q_len, 40, heads, kv_heads, 64, F16), causal=True)
+
+
+@pytest.mark.parametrize("q_len", [1, 5, 12])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_keys_beyond_a_length_are_never_seen(device, q_len, dtype):
+    lengths = np.array([0, 1, 33, 300], np.int32)
+    q, k, v = inputs(4, q_len, 300, 2, 2, 64, dtype)
+    for b, n in enumerate(lengths):
+        k[b, n:] = np.nan
+        v[b, n:] = np.nan
+    got = check(q, k, v, lengths, causal=True)
+    assert not got[0].any(), "a sequence without keys gives zeros"
+
+
+@pytest.mark.parametrize("q_len", [1, 12])
+def test_a_sequence_does_not_depend_on_its_batch_or_capacity(device, q_len):
+    q, k, v = inputs(3, q_len, 600, 4, 2, 64, BF16)
+    lengths = np.array([17, 300, 256], np.int32)
+    together = check(q, k, v, lengths, causal=True)
+    for b, n in enumerate(lengths):
+        one = slice(b, b + 1)
+        alone = check(q[one], k[one, : n + 3], v[one, : n + 3], lengths[one], causal=True)
+        np.testing.assert_array_equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("q_len", [2, 20])
+def test_views_of_a_fused_qkv(device, q_len):
+    fused = random((2, q_len, 5, 64), BF16, 3)
+    out = poisoned((2, q_len, 3, 64), BF16)
+    whole = to_device(fused)
+    nbk.attention(whole[:, :, :3], whole[:, :, 3:4], whole[:, :, 4:], causal=True, out=out)
+    exact = fused.astype(np.float64)
+    want = reference.attention(exact[:, :, :3], exact[:, :, 3:4], exact[:, :, 4:], causal=True)
+    assert relative_error(out, want) < BOUND[BF16]
+
+
+@pytest.mark.parametrize("q_len", [2, 20])
+def test_misaligned_views(device, q_len):
+    wide = random((1, q_len, 1, 65), BF16, 3)
+    out = poisoned((1, q_len, 1, 64), BF16)
+    view = to_device(wide)[..., 1:]
+    nbk.attention(view, view, view, out=out)
+    exact = wide[..., 1:].astype(np.float64)
+    assert relative_error(out, reference.attention(exact, exact, exact)) < BOUND[BF16]
+
+
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_large_scores_in_float16(device, q_len):
+    q, k, v = inputs(1, q_len, 20, 1, 1, 128, F16)
+    q[...] = 60
+    k[...] = 60  # scores of 460800 before the scale: beyond float16
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("q_len", [1, 16])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_any_scale(device, q_len, scale):
+    check(*inputs(1, q_len, 20, 1, 1, 64, F32), scale=scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads", [(65537, 1), (1, 65537)])
+@pytest.mark.parametrize("q_len", [1, 9])
+def test_more_blocks_than_a_grid_axis_holds(device, batch, heads, q_len):
+    check(*inputs(batch, q_len, 9, heads, heads, 16, F16), causal=True)
+
+
+def test_costs_count_what_must_move():
+    assert decode.cost(1, 1, 1000, 8, 2, 64, 2).bytes == 2 * (2 * 1000 * 2 * 64 + 2 * 8 * 64)
+    full = attention.cost(1, 128, 128, 8, 2, 64, 2, causal=False)
+    assert full.flops == 4 * 8 * 128 * 128 * 64 == 2 * attention.cost(1, 128, 128, 8, 2, 64, 2, causal=True).flops
