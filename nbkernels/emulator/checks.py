@@ -8,7 +8,7 @@ never ordered.
 Every granule of memory (as wide as the kernel's narrowest access) remembers its last writer, its last reader, and the last
 reader of another warp than that one, each as a 64-bit stamp:
 
-    bit 63 atomic | 62 copy under way | 61..34 thread of the grid, plus 1 | 33..20 instruction | 19..0 time of its warp
+    bit 63 atomic | 62 copy under way | 61..34 thread of the grid, plus 32 | 33..20 instruction | 19..0 time of its warp
 """
 
 import numpy as np
@@ -20,10 +20,13 @@ ATOMIC, PENDING = U64(1 << 63), U64(1 << 62)
 FLAGS = ATOMIC | PENDING
 THREAD, CODE = U64(34), U64(20)
 THREAD_MASK, CODE_MASK, TIME_MASK = U64((1 << 28) - 1), U64((1 << 14) - 1), U64((1 << 20) - 1)
-LAST_TIME, MOST_THREADS, MOST_CODE = (1 << 20) - 2, (1 << 28) - 2, (1 << 14) - 1
+# stamps of two warps differ by at least this where they differ in the warp
+WARP_STEP = U64(1 << 39)
+LAST_TIME, MOST_THREADS, MOST_CODE = (1 << 20) - 2, (1 << 28) - 64, (1 << 14) - 1
 
-# larger arrays are watched only from their first write on: the shadow of a large input would cost more than it finds
-EAGER_BYTES = 1 << 24
+# reads of an array are only listed until somebody writes to it; when the list holds more accesses than this it is dropped,
+# and reads before the first write are not compared
+LISTED_ACCESSES = 1 << 24
 WARP = 32
 
 
@@ -41,6 +44,22 @@ class Shadow:
         """Forget all accesses."""
         for stamps in (self.writer, self.reader, self.other_reader):
             stamps[:] = 0
+
+
+def _note_read(shadow, width, rows, stamps):
+    """Leave stamps [n, 1] of readers on rows of a shadow: the last reader, and the last one of another warp."""
+    reader = shadow.reader.reshape(-1, width)
+    other = shadow.other_reader.reshape(-1, width)
+    last = reader[rows]
+    elsewhere = ((last ^ stamps) & ~FLAGS) >= WARP_STEP
+    elsewhere &= last != 0
+    if elsewhere.any():
+        other[rows] = np.where(elsewhere, last, other[rows])
+    reader[rows] = stamps
+    # several lanes may have read one granule in this very instruction
+    lost = ((reader[rows] ^ stamps) & ~FLAGS) >= WARP_STEP
+    if lost.any():
+        other[rows] = np.where(lost, stamps, other[rows])
 
 
 class Checks:
@@ -64,6 +83,8 @@ class Checks:
     def start_launch(self):
         """A launch comes after everything before it."""
         self.global_shadows = {}
+        self.listed = {}  # base of an array nobody has written -> accesses listed, or None where they were too many
+        self.listed_accesses = 0
         self.disabled = False
 
     def start_batch(self):
@@ -79,13 +100,15 @@ class Checks:
         thread = m.block_linear[m.lane_block] * m.padded + m.lane_thread
         if int(thread.max()) > MOST_THREADS:
             self.disabled = True
-        self.thread_stamp = (thread + 1).astype(U64) << THREAD
+        self.thread_stamp = (thread + WARP).astype(U64) << THREAD
         self._restamp()
 
     def _restamp(self):
         if int(self.time.max()) > LAST_TIME:
             self.disabled = True
         self.lane_stamp = self.thread_stamp | np.repeat(self.time.reshape(-1), WARP).astype(U64)
+        # what happened in a block at this time or before is ordered before everything its warps do now
+        self.settled = U64(self.clock.min())
 
     # ---- order ----------------------------------------------------------------------------------------------------------
 
@@ -164,9 +187,24 @@ class Checks:
         if buffer is m.local:
             return None
         found = self.global_shadows.get(buffer.base)
-        if found is None and (writes or buffer.size <= EAGER_BYTES):
+        if found is None and writes:
             found = self.global_shadows[buffer.base] = Shadow(buffer.size, self.granules["global"])
+            for offsets, size, stamps in self.listed.pop(buffer.base, None) or ():
+                width = max(1, size // found.granule)
+                rows = offsets // max(size, found.granule)
+                _note_read(found, width, rows, stamps)
         return found
+
+    def _list_read(self, buffer, offsets, size, stamps):
+        """Keep a read of an array that nobody has written yet in this launch."""
+        kept = self.listed.setdefault(buffer.base, [])
+        if kept is None:
+            return
+        self.listed_accesses += offsets.size
+        if self.listed_accesses > LISTED_ACCESSES:
+            self.listed = dict.fromkeys(self.listed)
+            return
+        kept.append((offsets, size, stamps))
 
     def _written_of(self, buffer):
         m = self.machine
@@ -193,9 +231,12 @@ class Checks:
         if self.disabled:
             return
         shadow = self._shadow_of(buffer, mode != "read")
-        if shadow is None:
-            return
         lanes = group.lanes if which is None else group.lanes[which]
+        if shadow is None:
+            if buffer is not self.machine.local:
+                stamps = (self.lane_stamp[lanes] | code)[:, None]
+                self._list_read(buffer, offsets, size, stamps | ATOMIC if strong else stamps)
+            return
         self._remember(instruction, shadow, buffer, lanes, offsets, size, mode, code, strong)
 
     def _remember(self, instruction, shadow, buffer, lanes, offsets, size, mode, code, strong):
@@ -212,19 +253,11 @@ class Checks:
         bad = self._unordered(before, mine, lanes, buffer)
         if bad is not None:
             self._report(instruction, lanes, offsets, size, buffer, mode, before, bad, True)
+        if mode in ("read", "pending read"):
+            _note_read(shadow, width, rows, mine)
+            return
         reader = shadow.reader.reshape(-1, width)
         other = shadow.other_reader.reshape(-1, width)
-        if mode in ("read", "pending read"):
-            last = reader[rows]
-            elsewhere = ((last ^ mine) & ~FLAGS) >> U64(39) != 0
-            if elsewhere.any():
-                other[rows] = np.where(elsewhere & (last != 0), last, other[rows])
-            reader[rows] = mine
-            # several lanes may have read one granule in this very instruction
-            lost = ((reader[rows] ^ mine) & ~FLAGS) >> U64(39) != 0
-            if lost.any():
-                other[rows] = np.where(lost, mine, other[rows])
-            return
         for seen in (reader[rows], other[rows]):
             bad = self._unordered(seen, mine, lanes, buffer)
             if bad is not None:
@@ -233,11 +266,13 @@ class Checks:
 
     def _unordered(self, before, mine, lanes, buffer):
         """Which stamps [n, width] are of other threads' accesses that nothing orders before this one; None where none is."""
+        if buffer is self.machine.shared and int((before & (TIME_MASK | PENDING)).max()) <= int(self.settled):
+            return None
         suspect = (before != 0) & ((((before ^ mine) & ~FLAGS) >> THREAD != 0) | (before & PENDING != 0))
         if not suspect.any():
             return None
         m = self.machine
-        thread = ((before >> THREAD) & THREAD_MASK).astype(np.int64) - 1
+        thread = ((before >> THREAD) & THREAD_MASK).astype(np.int64) - WARP
         slot = m.lane_block[lanes][:, None]
         same_block = thread // m.padded == m.block_linear[slot]
         warp = np.where(same_block & suspect, thread % m.padded // WARP, 0)
@@ -362,7 +397,7 @@ class Checks:
         m = self.machine
         row, column = (int(v[0]) for v in np.nonzero(bad))
         stamp = int(stamps[row, column])
-        thread = (stamp >> 34 & (1 << 28) - 1) - 1
+        thread = (stamp >> 34 & (1 << 28) - 1) - WARP
         other = self.instructions[stamp >> 20 & MOST_CODE]
         lane = int(lanes[row])
         block, number = divmod(thread, m.padded)

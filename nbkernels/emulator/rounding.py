@@ -48,12 +48,19 @@ def fma32(a, b, c):
     product = np.multiply(a, b, dtype=F64)
     total = np.add(product, c, dtype=F64)
     result = total.astype(F32)
-    low = total.view(U64) & _TIE_MASK
-    doubtful = (low == _TIE) | ((np.abs(result) < SMALLEST_NORMAL) & (total != 0))
-    if doubtful.any():
+    doubtful = (total.view(U64) & _TIE_MASK) == _TIE
+    magnitude = np.abs(result)
+    if magnitude.size and magnitude.min() < SMALLEST_NORMAL:
+        # a subnormal result has fewer bits, so its ties lie elsewhere
+        doubtful |= (magnitude < SMALLEST_NORMAL) & (total != 0)
+    if np.count_nonzero(doubtful):
         at = np.nonzero(doubtful)
-        c_at = np.broadcast_to(c, product.shape)[at].astype(F64)
-        result[at] = odd_sum(product[at], c_at).astype(F32)
+        p, s = product[at], total[at]
+        wide = np.broadcast_to(c, product.shape)[at].astype(F64)
+        t = s - p
+        lost = (p - (s - t)) + (wide - t)
+        if np.count_nonzero(lost):
+            result[at] = _make_odd(s, lost).astype(F32)
     return result
 
 
