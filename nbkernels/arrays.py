@@ -236,7 +236,9 @@ def library(x):
     if isinstance(x, np.ndarray):
         return "numpy"
     root = type(x).__module__.partition(".")[0]
-    return {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "numba": "numba"}.get(root, "other")
+    return {"numpy": "numpy", "torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "numba": "numba"}.get(
+        root, "other"
+    )
 
 
 def is_host(x):

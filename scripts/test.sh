@@ -16,4 +16,6 @@ cd "$repository"
 "$PYTHON" -m ruff format --check .
 # the golden tests read the demo's model; without a network they are skipped and say so
 "$PYTHON" scripts/fetch_model.py >/dev/null || echo "the model could not be fetched: its tests will be skipped" >&2
-exec "$PYTHON" -m pytest "$@"
+# a worker a core; NumPy's own threads would only fight them
+export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+exec "$PYTHON" -m pytest --numprocesses auto "$@"

@@ -1,0 +1,99 @@
+"""Kernels compile without a GPU for any architecture, and what was compiled is kept, checked, and made again when it must be."""
+
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+import pytest
+
+from nbkernels.kernels import advance, embedding
+from nbkernels.launch import compile as compiling
+
+FACTORY, CONSTANTS = advance.advance_kernel, ()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
+    compiling.ptx.cache_clear()
+    yield tmp_path / "kernels"
+    compiling.ptx.cache_clear()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120a"])
+def test_ptx_for_any_architecture(folder, arch):
+    text = compiling.ptx(FACTORY, CONSTANTS, arch)
+    assert f".target {arch}" in text
+    assert ".visible .entry advance(" in text
+    assert ".loc" in text, "the line of the source stands beside each instruction"
+
+
+def test_cubin_is_kept(folder, monkeypatch):
+    code, name = compiling.cubin(FACTORY, CONSTANTS, "sm_80")
+    assert code.startswith(b"\x7fELF") and name == "advance"
+
+    def never(*_):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiling, "_translate", never)
+    monkeypatch.setattr(compiling, "_assemble", never)
+    assert compiling.cubin(FACTORY, CONSTANTS, "sm_80") == (code, name)
+
+
+def test_a_damaged_file_is_made_again(folder):
+    first = compiling.cubin(FACTORY, CONSTANTS, "sm_80")
+    for path in folder.glob("*.cubin"):
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    assert compiling.cubin(FACTORY, CONSTANTS, "sm_80") == first
+    for path in folder.glob("*.cubin"):
+        path.write_bytes(b"")
+    assert compiling.cubin(FACTORY, CONSTANTS, "sm_80") == first
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
+    blocker = tmp_path / "file"
+    blocker.write_text("not a folder")
+    monkeypatch.setenv("NBKERNELS_CACHE", str(blocker))
+    compiling.ptx.cache_clear()
+    assert compiling.cubin(FACTORY, CONSTANTS, "sm_80")[1] == "advance"
+
+
+def test_keys_differ_by_constants_architecture_and_source(monkeypatch):
+    f32, f16 = np.dtype(np.float32), np.dtype(np.float16)
+    keys = {
+        compiling._key(embedding.embedding_kernel, (f32, 1), "sm_80"),
+        compiling._key(embedding.embedding_kernel, (f16, 1), "sm_80"),
+        compiling._key(embedding.embedding_kernel, (f32, 4), "sm_80"),
+        compiling._key(embedding.embedding_kernel, (f32, 1), "sm_90a"),
+    }
+    monkeypatch.setattr(compiling, "_source_digest", lambda module: "edited")
+    keys.add(compiling._key(embedding.embedding_kernel, (f32, 1), "sm_80"))
+    assert len(keys) == 5
+
+
+def test_what_a_kernel_is_made_of():
+    modules = compiling._imported_modules("nbkernels.kernels.sampling")
+    assert {"nbkernels.kernels.sampling", "nbkernels.kernels.argmax", "nbkernels.ptx.warp"} <= modules.keys()
+    assert not any(name.startswith(("nbkernels.emulator", "nbkernels.ops")) for name in modules)
+
+
+def _compile_in(folder):
+    code = (
+        f"import os; os.environ['NBKERNELS_CACHE'] = {str(folder)!r}\n"
+        "from nbkernels.kernels import advance; from nbkernels.launch import compile as c\n"
+        "import hashlib; print(hashlib.sha256(c.cubin(advance.advance_kernel, (), 'sm_80')[0]).hexdigest())"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_two_processes_at_once(tmp_path):
+    with ProcessPoolExecutor(2) as pool:
+        first, second = pool.map(_compile_in, [tmp_path] * 2)
+    assert first == second != ""
+    assert not list((tmp_path / "kernels").glob("tmp*")), "nothing half-written is left"
+
+
+def test_a_branch_to_a_dropped_label_is_seen():
+    assert compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_1;\n")
+    assert not compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_2;\n")

@@ -1,0 +1,184 @@
+"""Wrong arguments: every operation names the argument, what it was and what was wanted, before anything runs."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nbkernels as nbk
+from nbkernels.arrays import Int8Weight
+
+X = np.ones((2, 8), np.float32)
+HALF = X.astype(np.float16)
+DOUBLE = X.astype(np.float64)
+Q = np.ones((2, 3, 4, 8), np.float32)
+K = np.ones((2, 5, 2, 8), np.float32)
+CACHE = np.ones((2, 16, 2, 8), np.float32)
+NEW = np.ones((2, 3, 2, 8), np.float32)
+TABLE = np.ones((16, 4), np.float32)
+AT = np.zeros(2, np.int32)
+WEIGHT = Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 1), np.float32))
+IDS = np.zeros((2,), np.int32)
+
+
+def rotary(**changed):
+    arguments = {
+        "q": Q,
+        "k": NEW,
+        "v": NEW,
+        "cos": TABLE,
+        "sin": TABLE,
+        "positions": AT,
+        "k_cache": CACHE,
+        "v_cache": CACHE,
+    }
+    return lambda: nbk.rotary_append(**{**arguments, **changed})
+
+
+CASES = {
+    "softmax list": (lambda: nbk.softmax([1.0]), TypeError, "x: list"),
+    "softmax float64": (lambda: nbk.softmax(DOUBLE), TypeError, "x: float64.*float32, float16 or bfloat16"),
+    "softmax int": (lambda: nbk.softmax(IDS), TypeError, "x: int32"),
+    "softmax scalar": (lambda: nbk.softmax(np.float32(1)), ValueError, "x: a scalar"),
+    "softmax scale": (lambda: nbk.softmax(X, scale="big"), TypeError, "scale: str"),
+    "softmax scale nan": (lambda: nbk.softmax(X, scale=float("nan")), ValueError, "scale: NaN"),
+    "softmax out shape": (
+        lambda: nbk.softmax(X, out=np.ones((2, 7), np.float32)),
+        ValueError,
+        r"out: shape \(2, 7\).*\(2, 8\)",
+    ),
+    "softmax out dtype": (lambda: nbk.softmax(X, out=HALF.copy()), TypeError, "out: float16, wanted float32"),
+    "layer_norm weight shape": (
+        lambda: nbk.layer_norm(X, np.ones(7, np.float32)),
+        ValueError,
+        r"weight: shape \(7,\).*\(8,\)",
+    ),
+    "layer_norm bias dtype": (lambda: nbk.layer_norm(X, None, np.ones(8, np.float16)), TypeError, "bias: float16"),
+    "layer_norm eps": (lambda: nbk.layer_norm(X, eps=-1), ValueError, "eps: -1"),
+    "rms_norm residual shape": (lambda: nbk.rms_norm(X, residual=X[:1]), ValueError, "residual: shape"),
+    "rms_norm residual dtype": (lambda: nbk.rms_norm(X, residual=HALF), TypeError, "residual: float16"),
+    "gelu approximate": (lambda: nbk.gelu(X, approximate="fast"), ValueError, "approximate: 'fast'"),
+    "silu_mul shapes": (lambda: nbk.silu_mul(X, X[:, :4]), ValueError, "up: shape"),
+    "silu_mul dtypes": (lambda: nbk.silu_mul(X, HALF), TypeError, "up: float16, wanted float32 as gate"),
+    "matmul inner": (
+        lambda: nbk.matmul(X, np.ones((5, 7), np.float32)),
+        ValueError,
+        r"x: shape \(2, 8\), wanted 7 columns",
+    ),
+    "matmul axes": (
+        lambda: nbk.matmul(X, np.ones(8, np.float32)),
+        ValueError,
+        r"weight: shape \(8,\), wanted \[out, in\]",
+    ),
+    "matmul bias": (lambda: nbk.matmul(X, X, bias=np.ones(3, np.float32)), ValueError, "bias: shape"),
+    "matmul residual": (lambda: nbk.matmul(X, X, residual=X), ValueError, "residual: shape"),
+    "matmul activation": (lambda: nbk.matmul(X, X, activation="relu"), ValueError, "activation: 'relu'"),
+    "matmul dtypes": (lambda: nbk.matmul(X, HALF), TypeError, "weight: float16"),
+    "int8_matmul dense": (lambda: nbk.int8_matmul(X, X), TypeError, "weight: ndarray, wanted an Int8Weight"),
+    "int8_matmul inner": (lambda: nbk.int8_matmul(X[:, :7], WEIGHT), ValueError, "x: shape"),
+    "int8 scales": (
+        lambda: Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 2), np.float32)),
+        ValueError,
+        "scales: shape",
+    ),
+    "int8 values dtype": (
+        lambda: nbk.int8_matmul(X, Int8Weight(np.ones((5, 8), np.uint8), WEIGHT.scales)),
+        TypeError,
+        "weight.values: uint8",
+    ),
+    "quantize group": (lambda: nbk.quantize_int8(X, group_size=0), ValueError, "group_size: 0"),
+    "quantize group type": (lambda: nbk.quantize_int8(X, group_size=2.5), TypeError, "group_size: float"),
+    "quantize axes": (lambda: nbk.quantize_int8(Q), ValueError, "weight: shape"),
+    "embedding ids dtype": (lambda: nbk.embedding(IDS.astype(np.int64), X), TypeError, "ids: int64, wanted int32"),
+    "embedding ids range": (lambda: nbk.embedding(IDS + 2, X), ValueError, "ids: 2 to 2 for a vocabulary of 2"),
+    "embedding dtype": (lambda: nbk.embedding(IDS, X, dtype=np.float16), TypeError, "dtype: float16"),
+    "rotary heads": (rotary(k=NEW[:, :, :1]), ValueError, "v: shape|k_cache: shape"),
+    "rotary table": (rotary(sin=TABLE[:3]), ValueError, "sin: shape"),
+    "rotary wide table": (
+        rotary(cos=np.ones((16, 5), np.float32), sin=np.ones((16, 5), np.float32)),
+        ValueError,
+        "cos: shape",
+    ),
+    "rotary positions": (rotary(positions=AT[:1]), ValueError, "positions: shape"),
+    "rotary positions dtype": (rotary(positions=AT.astype(np.int64)), TypeError, "positions: int64"),
+    "rotary past the end": (rotary(positions=AT + 15), ValueError, "positions: 15 to 17 do not fit"),
+    "rotary cache dtype": (rotary(v_cache=CACHE.astype(np.float16)), TypeError, "v_cache: float16"),
+    "attention axes": (lambda: nbk.attention(X, K, K), ValueError, "q: shape"),
+    "attention head_dim": (lambda: nbk.attention(Q, K[..., :4], K[..., :4]), ValueError, "k: shape"),
+    "attention heads": (lambda: nbk.attention(Q[:, :, :3], K, K), ValueError, "3 heads, wanted a multiple of the 2"),
+    "attention v": (lambda: nbk.attention(Q, K, K[:, :4]), ValueError, "v: shape"),
+    "attention window": (lambda: nbk.attention(Q, K, K, window=0), ValueError, "window: 0"),
+    "attention window type": (lambda: nbk.attention(Q, K, K, window=1.5), TypeError, "window: float"),
+    "attention lengths": (lambda: nbk.attention(Q, K, K, kv_lengths=AT[:1]), ValueError, "kv_lengths: shape"),
+    "attention lengths dtype": (
+        lambda: nbk.attention(Q, K, K, kv_lengths=AT.astype(np.int64)),
+        TypeError,
+        "kv_lengths: int64",
+    ),
+    "attention wide head": (
+        lambda: nbk.attention(*[np.ones((1, 1, 1, 257), np.float32)] * 3),
+        ValueError,
+        "head_dim 257, wanted 1 to 256",
+    ),
+    "advance dtype": (lambda: nbk.advance(AT.astype(np.int64), 1), TypeError, "lengths: int64"),
+    "argmax nothing": (lambda: nbk.argmax(X[:, :0]), ValueError, "x: shape"),
+    "sample temperature": (lambda: nbk.sample(X, temperature=-1), ValueError, "temperature: -1"),
+    "sample top_p": (lambda: nbk.sample(X, temperature=1, top_p=1.5), ValueError, r"top_p: 1.5, wanted \(0, 1\]"),
+    "sample top_k": (lambda: nbk.sample(X, temperature=1, top_k=0), ValueError, "top_k: 0"),
+    "sample seen": (lambda: nbk.sample(X, temperature=1, seen=np.ones((2, 7), np.uint8)), ValueError, "seen: shape"),
+    "sample seed": (lambda: nbk.sample(X, temperature=1, seed=2**64), ValueError, "seed"),
+    "sample step": (lambda: nbk.sample(X, temperature=1, step=AT), ValueError, "step: shape"),
+    "stream": (lambda: on_emulator(lambda: nbk.softmax(X, stream="fast")), TypeError, "stream: str"),
+}
+
+
+def on_emulator(call):
+    with nbk.device("emulator"):
+        return call()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_arguments(name):
+    call, error, message = CASES[name]
+    with nbk.device("emulator") if name == "stream" else nbk.device("cpu"), pytest.raises(error, match=message):
+        call()
+
+
+def test_views_whose_last_axis_is_strided_are_refused(device):
+    from compare import to_device
+
+    x = to_device(np.ones((6, 8), np.float32))
+    for view in (x[:, ::2],):
+        with pytest.raises(ValueError, match=r"x: strides.*last axis"):
+            nbk.softmax(view)
+
+
+def test_outputs_that_overlap_an_input_are_refused(device):
+    from compare import to_device
+
+    x = to_device(np.ones((6, 8), np.float32))
+    with pytest.raises(ValueError, match="out: shares memory with x"):
+        nbk.softmax(x[:4], out=x[1:5])
+    with pytest.raises(ValueError, match="out: shares memory with x"):
+        nbk.matmul(x, to_device(np.ones((8, 8), np.float32)), out=x)
+    q = to_device(Q)
+    with pytest.raises(ValueError, match="out: shares memory with q"):
+        nbk.attention(q, to_device(K), to_device(K), out=q)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_nothing_in_nothing_out(device, dtype):
+    """Zero rows launch no empty grid, and what follows still works."""
+    from compare import to_device, to_host
+
+    empty = to_device(np.ones((0, 8), dtype))
+    some = to_device(np.ones((2, 8), dtype))
+    assert nbk.softmax(empty).shape == (0, 8)
+    assert nbk.rms_norm(empty, residual=empty)[0].shape == (0, 8)
+    assert nbk.matmul(empty, some).shape == (0, 2)
+    assert nbk.argmax(empty).shape == (0,)
+    assert nbk.silu_mul(empty, empty).shape == (0, 8)
+    none = to_device(np.ones((2, 0, 2, 8), dtype))
+    q = to_device(np.ones((2, 3, 2, 8), dtype))
+    assert not to_host(nbk.attention(q, none, none)).astype(np.float32).any(), "no keys: zeros"
+    assert nbk.attention(none, q, q).shape == (2, 0, 2, 8)
+    np.testing.assert_allclose(to_host(nbk.softmax(some)).astype(np.float32), 0.125)
