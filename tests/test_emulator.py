@@ -413,3 +413,81 @@ def test_reading_an_allocation_that_nothing_wrote():
     e.launch(text, None, 1, 32, [x, y])
     e.launch(text, None, 1, 32, [y, x])
     assert (data.view(np.float32) == 12.0).all()
+
+
+# ---- counters and a user's own kernel -----------------------------------------------------------------------------------
+
+
+@cuda.jit
+def strided(x, y, step):
+    """Reads x with a stride, and copies it through shared memory with another."""
+    tile = cuda.shared.array(1024, float32)
+    i = cuda.threadIdx.x
+    tile[i * step] = x[i * step]
+    cuda.syncthreads()
+    if i % 2 == 0:
+        y[i] = tile[i * step]
+    else:
+        y[i] = tile[i * step] + float32(1.0)
+
+
+@pytest.mark.parametrize(("step", "sectors", "passes"), [(1, 4, 1), (2, 8, 2), (8, 32, 8), (32, 32, 32)])
+def test_a_kernel_of_the_user_with_a_report(step, sectors, passes, capsys):
+    x, y = np.arange(1024, dtype=np.float32), np.zeros(32, np.float32)
+    report = emulator.run(strided, 1, 32, x, y, step, report=True)
+    np.testing.assert_array_equal(y, x[::step][:32] + np.arange(32) % 2)
+    line = strided.py_func.__code__.co_firstlineno + 5
+    counts = report.by_line[__file__, line]
+    assert (counts.sectors, counts.sectors_needed) == (sectors, 4)
+    assert (counts.shared_passes, counts.shared_passes_needed) == (passes, 1)
+    assert counts.global_read_bytes == 128
+    assert report.total.global_written_bytes == 128
+    assert report.by_class["memory"] > 0
+    assert "what each line did" in capsys.readouterr().out
+
+
+def test_divergent_branches_are_counted_a_warp():
+    text = """
+.version 8.0
+.target sm_80
+.address_size 64
+.entry loops(.param .u64 x)
+{
+    .reg .b64 %a<3>; .reg .b32 %r<5>; .reg .pred %p;
+    ld.param.u64 %a1, [x]; mov.u32 %r1, %tid.x; mad.wide.u32 %a1, %r1, 4, %a1;
+    ld.global.u32 %r2, [%a1]; mov.u32 %r3, 0;
+again:
+    add.u32 %r3, %r3, 1; setp.lt.u32 %p, %r3, %r2; @%p bra again;
+    st.global.u32 [%a1], %r3;
+    ret;
+}
+"""
+    x = np.full(128, 3, np.uint32)
+    x[70] = 9
+    report = emulator.run_ptx(text, None, 1, 128, [x], count=True)
+    assert (x == np.where(np.arange(128) == 70, 9, 3)).all()
+    # warp 2 parts once, when all but one of its lanes leave the loop
+    assert report.total.divergent_branches == 1
+    # four warps go round three times, one of them six times more
+    assert report.total.warp_instructions == 4 * (5 + 3 * 3 + 2) + 6 * 3
+    assert report.total.lane_instructions == 128 * (5 + 3 * 3 + 2) + 6 * 3
+
+
+def test_flops_and_vector_accesses():
+    def axpy(x, y):
+        thread = uint32(cuda.threadIdx.x)
+        a = ptx.ld_global_v4_f32(ptx.address(x, uint32(thread * uint32(4))))
+        b = ptx.ld_global_v4_f32(ptx.address(y, uint32(thread * uint32(4))))
+        ptx.st_global_v4_f32(
+            ptx.address(y, uint32(thread * uint32(4))),
+            ptx.fma(a[0], float32(2.0), b[0]),
+            ptx.fma(a[1], float32(2.0), b[1]),
+            ptx.fma(a[2], float32(2.0), b[2]),
+            ptx.fma(a[3], float32(2.0), b[3]),
+        )
+
+    x, y = np.ones(256, np.float32), np.ones(256, np.float32)
+    report = emulator.run_ptx(compiled(axpy, *[pointer(float32)] * 2), None, 1, 64, [x, y], count=True)
+    assert (y == 3).all()
+    assert report.total.flops == 2 * 256
+    assert report.total.sectors == report.total.sectors_needed == 3 * 256 * 4 // 32

@@ -10,7 +10,7 @@ from nbkernels.emulator.errors import (
     Trap,
     UninitialisedRead,
 )
-from nbkernels.emulator.run import Emulator, run_ptx
+from nbkernels.emulator.run import Emulator, run, run_ptx
 
 __all__ = [
     "Deadlock",
@@ -22,5 +22,6 @@ __all__ = [
     "RaceError",
     "Trap",
     "UninitialisedRead",
+    "run",
     "run_ptx",
 ]

@@ -63,7 +63,11 @@ def locator(m, i, address, space, size, mode, *, checked=True):
     "strong write" besides: accesses that do not race with each other, nor with atomics.
     """
     locate = _plain_locator(m, i, address, space, size, mode != "read")
-    if m.checks is None or space == "const" or not checked:
+    if space == "const" or not checked:
+        return locate
+    if m.counters is not None:
+        locate = m.counters.watch(i, locate, size, mode)
+    if m.checks is None:
         return locate
     if any(w in i.opcode for w in STRONG) and mode in ("read", "write"):
         mode = "strong " + mode

@@ -64,10 +64,10 @@ class Machine:
     """One entry bound for a block shape: its registers, its memories for a batch of blocks, and the lanes' state.
 
     block: (x, y, z) threads; blocks: how many run at once; shared_bytes: dynamic shared memory a block; make_checks: a
-    function of the machine that returns its Checks, or None to run without.
+    function of the machine that returns its Checks, or None to run without; make_counters: the same for its Counters.
     """
 
-    def __init__(self, module, function, memory, block, blocks, shared_bytes, make_checks=None):
+    def __init__(self, module, function, memory, block, blocks, shared_bytes, make_checks=None, make_counters=None):
         self.module = module
         self.function = function
         self.name = plain_name(function.name)
@@ -90,6 +90,7 @@ class Machine:
         self._place_variables()
         self._find_constants()
         self.checks = make_checks(self) if make_checks else None
+        self.counters = make_counters(self) if make_counters else None
         self._bind()
 
     # ---- where things lie -----------------------------------------------------------------------------------------------
@@ -492,6 +493,8 @@ class Machine:
             if taken is None:
                 return following
             rest = narrow(group, predicate, not negated)
+            if self.counters is not None:
+                self.counters.count_divergence(instruction, taken, rest)
             self.push(target, taken)
             self.push(following, rest)
             return -1
@@ -758,13 +761,15 @@ class Machine:
             finish(self)
 
     def _loop(self):
-        ready, code = self.ready, self.code
+        ready, code, counters = self.ready, self.code, self.counters
         while ready:
             self.decisions += 1
             block = min(ready) if self.decisions % FAIRNESS else min(ready, key=self.since.__getitem__)
             group = ready.pop(block)
             while True:
                 steps, end, length = code[block]
+                if counters is not None:
+                    counters.count_block(block, group)
                 for step in steps:
                     step(group)
                 self.executed += length * group.count

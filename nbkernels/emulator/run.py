@@ -1,6 +1,7 @@
 """Launching: arguments are packed by the entry's parameter types, machines are kept and used again."""
 
 import ctypes
+import re
 from collections import OrderedDict
 
 import numpy as np
@@ -17,8 +18,9 @@ from nbkernels.emulator import (  # noqa: F401  the instruction modules enter th
     instructions_wgmma,
 )
 from nbkernels.emulator.checks import Checks
+from nbkernels.emulator.counters import Counters, Report
 from nbkernels.emulator.errors import LaunchError
-from nbkernels.emulator.machine import BATCH_LANES, WARP, Machine, align
+from nbkernels.emulator.machine import BATCH_LANES, SHARED_START, WARP, Machine, align
 from nbkernels.emulator.memory import GlobalMemory
 from nbkernels.emulator.parser import parse
 
@@ -38,11 +40,12 @@ class Emulator:
         self.memory = GlobalMemory()
         self.machines = OrderedDict()
 
-    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0):
+    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0, count=False):
         """Run an entry of a PTX text over a grid of blocks; returns when it is done.
 
         entry_name: None where the text has one entry. grid, block: an int or up to three. args: for each parameter a NumPy
-        array (its address is passed; it is written in place), or a Python, NumPy or ctypes number. Raises EmulatorError.
+        array (its address is passed; it is written in place), or a Python, NumPy or ctypes number. count: return a Report
+        of what was done, by source line. Raises EmulatorError.
         """
         grid, block = three(grid, "grid"), three(block, "block")
         module = parse(ptx_text)
@@ -61,25 +64,34 @@ class Emulator:
         registered = []
         try:
             packed = self._pack(function, args, registered)
-            machine = self._machine(module, function, block, total, shared_bytes)
+            if count:
+                machine = self._make_machine(module, function, block, total, shared_bytes, Counters)
+            else:
+                machine = self._machine(module, function, block, total, shared_bytes)
             machine.run(grid, packed)
         finally:
             for address in registered:
                 self.memory.unregister(address)
+        if not count:
+            return None
+        return Report(machine.name, function.instructions, machine.counters.totals())
+
+    def _make_machine(self, module, function, block, total, shared_bytes, make_counters):
+        blocks = min(total, max(1, BATCH_LANES // align(block[0] * block[1] * block[2], WARP)))
+        checks = _make_checks if self.checks else None
+        machine = Machine(module, function, self.memory, block, blocks, shared_bytes, checks, make_counters)
+        used = machine.shared_end - SHARED_START
+        if used > MAX_SHARED_BYTES:
+            raise LaunchError(f"{function.name}: {used} bytes of shared memory a block, at most {MAX_SHARED_BYTES}")
+        return machine
 
     def _machine(self, module, function, block, total, shared_bytes):
-        padded = align(block[0] * block[1] * block[2], WARP)
-        blocks = min(total, max(1, BATCH_LANES // padded))
-        key = (module.text, function.name, block, blocks, shared_bytes)
+        # as many blocks at once as the grid has, or as a batch holds: grids that differ beyond that share a machine
+        most = max(1, BATCH_LANES // align(block[0] * block[1] * block[2], WARP))
+        key = (module.text, function.name, block, min(total, most), shared_bytes)
         machine = self.machines.get(key)
         if machine is None:
-            machine = Machine(
-                module, function, self.memory, block, blocks, shared_bytes, _make_checks if self.checks else None
-            )
-            used = machine.shared_end - 1024
-            if used > MAX_SHARED_BYTES:
-                raise LaunchError(f"{function.name}: {used} bytes of shared memory a block, at most {MAX_SHARED_BYTES}")
-            self.machines[key] = machine
+            machine = self.machines[key] = self._make_machine(module, function, block, total, shared_bytes, None)
             if len(self.machines) > KEPT_MACHINES:
                 self.machines.popitem(last=False)
         self.machines.move_to_end(key)
@@ -149,6 +161,44 @@ def three(value, name):
     return tuple(int(v) for v in value) + (1,) * (3 - len(value))
 
 
-def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator=None, checks=True):
+def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator=None, checks=True, count=False):
     """Run an entry of a PTX text on the CPU, in a memory of its own or that of a given Emulator. See ``Emulator.launch``."""
-    (emulator or Emulator(checks=checks)).launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes)
+    emulator = emulator or Emulator(checks=checks)
+    return emulator.launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes, count=count)
+
+
+def run(kernel, grid, block, *args, shared_bytes=0, arch="sm_80", checks=True, report=False):
+    """Run a ``@cuda.jit`` kernel (or a plain function that could be one) on the CPU, with NumPy arrays and numbers.
+
+    The kernel is compiled for ``arch`` as Numba would compile it for a GPU, and its PTX executed; arrays are written in place.
+    shared_bytes: dynamic shared memory. report: print what each source line did. Returns a Report. Raises EmulatorError,
+    and Numba's errors for what cannot be compiled.
+    """
+    from numba import cuda, typeof, types
+
+    function = getattr(kernel, "py_func", kernel)
+    options = getattr(kernel, "targetoptions", {})
+    digits = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
+    if digits is None:
+        raise ValueError(f"arch: {arch!r}, wanted a name such as 'sm_80' or 'sm_90a'")
+    capability = tuple(int(n) for n in digits.groups()[:2]) + ((digits.group(3),) if digits.group(3) else ())
+    text, _ = cuda.compile_ptx(
+        function,
+        types.void(*(typeof(a) for a in args)),
+        cc=capability,
+        fastmath=bool(options.get("fastmath")),
+        lineinfo=True,
+    )
+    emulator = Emulator(checks=checks)
+    fields = []
+    for number, value in enumerate(args):
+        if isinstance(value, np.ndarray) and value.ndim:
+            # the parts of Numba's array structure: meminfo, parent, element count and size, data, shape, strides
+            address = emulator.memory.register(value, f"argument {number} ({value.dtype} {list(value.shape)})")
+            fields += [0, 0, value.size, value.itemsize, address, *value.shape, *value.strides]
+        else:
+            fields.append(value)
+    done = emulator.launch(text, None, grid, block, fields, shared_bytes=shared_bytes, count=True)
+    if report:
+        done.print()
+    return done
