@@ -1,15 +1,20 @@
-"""``python -m benchmarks NAME [--json FILE]``: names are the modules of this folder that have a ``cases`` function."""
+"""``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
+
+``generate`` measures a whole model, on any device; the others give rows for the harness, which needs torch and a GPU.
+"""
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
 
+from benchmarks import harness
+
 
 def names():
     """The benchmarks there are."""
     folder = Path(__file__).parent
-    return sorted(p.stem for p in folder.glob("*.py") if "def cases(" in p.read_text() and p.stem != "__main__")
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "harness")
 
 
 def main():
@@ -18,17 +23,17 @@ def main():
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")
     options = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        sys.exit("benchmarks: torch is needed, both as the clock and as a peer: pip install torch")
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks: no CUDA device answers; these figures need one")
-    from benchmarks import harness
+    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    if options.name == "generate":
+        from benchmarks import generate
 
+        generate.run(lambda rows: harness.keep(options.json, command, {"results": rows}))
+        return
+    if harness.torch is None or not harness.torch.cuda.is_available():
+        sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
     module = importlib.import_module(f"benchmarks.{options.name}")
     results = [harness.run_case(case) for case in module.cases()]
-    harness.report(results, harness.copy_speed(), options.json, " ".join(["python -m benchmarks", *sys.argv[1:]]))
+    harness.report(results, harness.copy_speed(), options.json, command)
 
 
 if __name__ == "__main__":

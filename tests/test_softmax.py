@@ -47,7 +47,10 @@ def test_shapes(device, rows, columns, dtype):
     x = random((rows, columns), dtype, seed=columns)
     out = poisoned(x.shape, dtype)
     assert nbk.softmax(to_device(x), out=out) is out
-    assert relative_error(out, exact(x)) < BOUND[dtype]
+    want = exact(x)
+    # weights of a long row are so small that float16 has few digits left for them: rounding the exact ones costs this much
+    rounding = relative_error(want.astype(dtype), want)
+    assert relative_error(out, want) < max(BOUND[dtype], 1.1 * rounding)
 
 
 @dtypes
