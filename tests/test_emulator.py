@@ -1,8 +1,10 @@
 """The emulator on small kernels: control flow, warp and block cooperation, memory and its faults."""
 
+import math
+
 import numpy as np
 import pytest
-from numba import cuda, float32, int32, types, uint32
+from numba import cuda, float32, float64, int32, types, uint32
 
 from nbkernels import emulator, ptx
 
@@ -491,3 +493,59 @@ def test_flops_and_vector_accesses():
     assert (y == 3).all()
     assert report.total.flops == 2 * 256
     assert report.total.sectors == report.total.sectors_needed == 3 * 256 * 4 // 32
+
+
+# ---- device functions and printing ------------------------------------------------------------------------------------
+
+
+def test_device_functions_are_called_and_print_prints(capsys):
+    def waves(x):
+        i = cuda.grid(1)
+        # in float64 these need functions that the compiler does not inline
+        x[i] = math.sin(x[i]) + math.pow(abs(x[i]), 1.5)
+        if i == 37:
+            print("thread", i, "of", cuda.blockDim.x)
+
+    x = rng().standard_normal(100) * 1e6
+    want = np.sin(x) + np.abs(x) ** 1.5
+    run(waves, [pointer(float64)], 2, 50, [x])
+    np.testing.assert_allclose(x, want, rtol=1e-14)
+    assert capsys.readouterr().out == "thread 37 of 50\n"
+
+
+def test_functions_call_functions_and_may_be_guarded():
+    text = """
+.version 8.0
+.target sm_80
+.address_size 64
+.func (.param .b32 out) twice(.param .b32 in)
+{
+    .reg .b32 %r<3>;
+    ld.param.u32 %r1, [in]; add.u32 %r1, %r1, %r1; st.param.b32 [out], %r1; ret;
+}
+.func (.param .b32 out) odd_even(.param .b32 in)
+{
+    .reg .b32 %r<4>; .reg .pred %p;
+    ld.param.u32 %r1, [in]; and.b32 %r2, %r1, 1; setp.eq.u32 %p, %r2, 0; @%p bra even;
+    st.param.b32 [out], %r1; ret;
+even:
+    { .param .b32 a; st.param.b32 [a], %r1; .param .b32 b; call.uni (b), twice, (a); ld.param.b32 %r3, [b]; }
+    st.param.b32 [out], %r3; ret;
+}
+.entry main(.param .u64 x)
+{
+    .reg .b64 %a<3>; .reg .b32 %r<5>; .reg .pred %p;
+    ld.param.u64 %a1, [x]; mov.u32 %r1, %tid.x; mad.wide.u32 %a1, %r1, 4, %a1; setp.lt.u32 %p, %r1, 20; mov.u32 %r2, 7;
+    { .param .b32 a; st.param.b32 [a], %r1; .param .b32 b; st.param.b32 [b], %r2;
+      @%p call (b), odd_even, (a); ld.param.b32 %r2, [b]; }
+    st.global.u32 [%a1], %r2; ret;
+}
+"""
+    x = np.zeros(32, np.uint32)
+    emulator.run_ptx(text, None, 1, 32, [x])
+    n = np.arange(32)
+    np.testing.assert_array_equal(x, np.where(n < 20, np.where(n % 2, n, 2 * n), 7))
+    with pytest.raises(emulator.PtxError, match="calls itself"):
+        emulator.run_ptx(text.replace("(b), twice", "(b), odd_even"), None, 1, 32, [x])
+    with pytest.raises(emulator.PtxError, match="no function 'thrice'"):
+        emulator.run_ptx(text.replace("(b), twice", "(b), thrice"), None, 1, 32, [x])

@@ -3,6 +3,7 @@
 import ctypes
 import re
 from collections import OrderedDict
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from nbkernels.emulator import (  # noqa: F401  the instruction modules enter th
     instructions_warp,
     instructions_wgmma,
 )
+from nbkernels.emulator.calls import with_calls_inlined
 from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.counters import Counters, Report
 from nbkernels.emulator.errors import LaunchError
@@ -49,7 +51,7 @@ class Emulator:
         """
         grid, block = three(grid, "grid"), three(block, "block")
         module = parse(ptx_text)
-        function = module.entry(entry_name)
+        function = _flat(ptx_text, module.entry(entry_name).name)
         threads = block[0] * block[1] * block[2]
         if not 0 < threads <= MAX_THREADS:
             raise LaunchError(f"{function.name}: block {block} has {threads} threads, wanted 1 to {MAX_THREADS}")
@@ -151,6 +153,13 @@ class Emulator:
 def _make_checks(machine):
     function = machine.function
     return Checks(machine, instructions_memory.granules(function), instructions_memory.passes_between_blocks(function))
+
+
+@lru_cache(maxsize=256)
+def _flat(text, name):
+    """An entry of a text with its calls inlined."""
+    module = parse(text)
+    return with_calls_inlined(module, module.entry(name))
 
 
 def three(value, name):
