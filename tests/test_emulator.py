@@ -549,3 +549,26 @@ even:
         emulator.run_ptx(text.replace("(b), twice", "(b), odd_even"), None, 1, 32, [x])
     with pytest.raises(emulator.PtxError, match="no function 'thrice'"):
         emulator.run_ptx(text.replace("(b), twice", "(b), thrice"), None, 1, 32, [x])
+
+
+@cuda.jit(device=True)
+def multiply_and_add(a, b):
+    """Not inlined: Numba compiles it by itself."""
+    return a * b + a
+
+
+@cuda.jit
+def uses_a_device_function(x, factor):
+    """x[i] = x[i] * factor + x[i]"""
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] = multiply_and_add(x[i], factor)
+
+
+def test_a_kernel_of_the_user_that_calls_a_device_function():
+    x = rng().standard_normal((5, 13)).astype(np.float32)
+    flat, want = x.reshape(-1), x.reshape(-1) * np.float32(2.5) + x.reshape(-1)
+    emulator.run(uses_a_device_function, 3, 32, flat, np.float32(2.5), arch="sm_90a")
+    np.testing.assert_allclose(flat, want, rtol=1e-6)
+    with pytest.raises(ValueError, match="arch: 'volta'"):
+        emulator.run(uses_a_device_function, 3, 32, flat, np.float32(2.5), arch="volta")

@@ -10,7 +10,8 @@ from nbkernels.emulator.errors import (
     Trap,
     UninitialisedRead,
 )
-from nbkernels.emulator.run import Emulator, run, run_ptx
+from nbkernels.emulator.numba_kernel import run
+from nbkernels.emulator.run import Emulator, run_ptx
 
 __all__ = [
     "Deadlock",

@@ -1,7 +1,6 @@
 """Launching: arguments are packed by the entry's parameter types, machines are kept and used again."""
 
 import ctypes
-import re
 from collections import OrderedDict
 from functools import lru_cache
 
@@ -174,40 +173,3 @@ def run_ptx(ptx_text, entry_name, grid, block, args, *, shared_bytes=0, emulator
     """Run an entry of a PTX text on the CPU, in a memory of its own or that of a given Emulator. See ``Emulator.launch``."""
     emulator = emulator or Emulator(checks=checks)
     return emulator.launch(ptx_text, entry_name, grid, block, args, shared_bytes=shared_bytes, count=count)
-
-
-def run(kernel, grid, block, *args, shared_bytes=0, arch="sm_80", checks=True, report=False):
-    """Run a ``@cuda.jit`` kernel (or a plain function that could be one) on the CPU, with NumPy arrays and numbers.
-
-    The kernel is compiled for ``arch`` as Numba would compile it for a GPU, and its PTX executed; arrays are written in place.
-    shared_bytes: dynamic shared memory. report: print what each source line did. Returns a Report. Raises EmulatorError,
-    and Numba's errors for what cannot be compiled.
-    """
-    from numba import cuda, typeof, types
-
-    function = getattr(kernel, "py_func", kernel)
-    options = getattr(kernel, "targetoptions", {})
-    digits = re.fullmatch(r"sm_(\d+)(\d)([af]?)", arch)
-    if digits is None:
-        raise ValueError(f"arch: {arch!r}, wanted a name such as 'sm_80' or 'sm_90a'")
-    capability = tuple(int(n) for n in digits.groups()[:2]) + ((digits.group(3),) if digits.group(3) else ())
-    text, _ = cuda.compile_ptx(
-        function,
-        types.void(*(typeof(a) for a in args)),
-        cc=capability,
-        fastmath=bool(options.get("fastmath")),
-        lineinfo=True,
-    )
-    emulator = Emulator(checks=checks)
-    fields = []
-    for number, value in enumerate(args):
-        if isinstance(value, np.ndarray) and value.ndim:
-            # the parts of Numba's array structure: meminfo, parent, element count and size, data, shape, strides
-            address = emulator.memory.register(value, f"argument {number} ({value.dtype} {list(value.shape)})")
-            fields += [0, 0, value.size, value.itemsize, address, *value.shape, *value.strides]
-        else:
-            fields.append(value)
-    done = emulator.launch(text, None, grid, block, fields, shared_bytes=shared_bytes, count=True)
-    if report:
-        done.print()
-    return done
