@@ -222,7 +222,9 @@ def test_bit_fields():
 def test_byte_permutation_and_logic_of_three():
     a, b, s = (rng().permutation(words(200)) for _ in range(3))
     (chosen,) = execute("prmt.b32 $0, $1, $2, $3;", [a, b, s], ["u32"])
-    (fixed,) = execute("prmt.b32 $0, $1, $2, 0x7b1c;", [a, b], ["u32"])
+    fixed = {}
+    for selector in (0x7B1C, 0x3210, 0x5410, 0x4140, 0x0000, 0x9DA8):
+        (fixed[selector],) = execute(f"prmt.b32 $0, $1, $2, {selector:#x};", [a, b], ["u32"])
     (table,) = execute("lop3.b32 $0, $1, $2, $3, 0xca;", [a, b, s], ["u32"])
 
     def permute(x, y, selector):
@@ -236,7 +238,8 @@ def test_byte_permutation_and_logic_of_three():
 
     each = list(zip(map(int, a), map(int, b), map(int, s), strict=True))
     np.testing.assert_array_equal(chosen, np.array([permute(*e) for e in each], np.uint32))
-    np.testing.assert_array_equal(fixed, np.array([permute(x, y, 0x7B1C) for x, y, _ in each], np.uint32))
+    for selector, got in fixed.items():
+        np.testing.assert_array_equal(got, np.array([permute(x, y, selector) for x, y, _ in each], np.uint32))
     np.testing.assert_array_equal(table, (a & b) | (~a & s))
 
 

@@ -110,7 +110,9 @@ def _float_step(m, i, operation, exact, *, fused=None):
         raise m.unknown(i, f"directed rounding of {kind}")
     if kind == "f64":
         return emit(m, i, fused or operation, "f64")
-    return _half_step(m, i, kind, exact if fused else operation)
+    if fused:
+        return _half_step(m, i, kind, rounding.fma_bf16 if kind.startswith("bf") else exact)
+    return _half_step(m, i, kind, operation)
 
 
 @instruction("add", "addc")

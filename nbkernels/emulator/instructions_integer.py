@@ -421,6 +421,32 @@ def bind_lop3(m, i):
     return m.apply(combine, target, sources)
 
 
+def _fixed_permutation(selector):
+    """The function of two words that a prmt with this selector is: bytes that move equally far move together."""
+    moves, signs = {}, []  # (source word, places up) -> mask of the source; (source word, byte, place)
+    for place in range(4):
+        nibble = selector >> (4 * place) & 15
+        word, byte = nibble >> 2 & 1, nibble & 3
+        if nibble & 8:
+            signs.append((word, np.uint32(8 * byte + 7), np.uint32(8 * place)))
+        else:
+            key = (word, place - byte)
+            moves[key] = moves.get(key, 0) | 0xFF << (8 * byte)
+
+    def permute(*words):
+        result = np.uint32(0)
+        for (word, places), mask in moves.items():
+            part = words[word] & np.uint32(mask)
+            if places:
+                part = part << np.uint32(8 * places) if places > 0 else part >> np.uint32(-8 * places)
+            result = part | result if len(moves) > 1 or signs else part
+        for word, sign, place in signs:
+            result = result | ((words[word] >> sign) & np.uint32(1)) * np.uint32(0xFF) << place
+        return result
+
+    return permute
+
+
 @instruction("prmt")
 def bind_permute(m, i):
     """Bytes of (b, a) by the nibbles of a selector; only the default mode has a sign bit."""
@@ -461,20 +487,7 @@ def bind_permute(m, i):
         return result
 
     if mode is None and selector.strides[0] == 0:
-        nibbles = [int(selector[0]) >> (4 * p) & 15 for p in range(4)]
-
-        def fixed(a, b):
-            result = None
-            for position, nibble in enumerate(nibbles):
-                word = b if nibble & 4 else a
-                value = (word >> np.uint32(8 * (nibble & 3))) & np.uint32(0xFF)
-                if nibble & 8:
-                    value = (value >> np.uint32(7)) * np.uint32(0xFF)
-                value = value << np.uint32(8 * position) if position else value
-                result = value if result is None else result | value
-            return result
-
-        return m.apply(fixed, target, [a, b], into=False)
+        return m.apply(_fixed_permutation(int(selector[0])), target, [a, b], into=False)
     return m.apply(default if mode is None else special, target, [a, b, selector])
 
 

@@ -117,14 +117,12 @@ def element_reader(kind):
 
 def fragment_matrix(words, elements, read, row_halves):
     """Registers, each uint32 [warps, 32] -> float64 [warps, 8 · row_halves, columns] in the layout of a (of b transposed)."""
-    warps = words[0].shape[0]
-    half = 4 * elements
-    matrix = np.empty((warps, 8 * row_halves, half * (len(words) // row_halves)))
-    for number, word in enumerate(words):
-        row, column = 8 * (number % row_halves), half * (number // row_halves)
-        block = read(np.ascontiguousarray(word)).reshape(warps, 8, half)
-        matrix[:, row : row + 8, column : column + half] = block
-    return matrix
+    warps, halves = words[0].shape[0], len(words) // row_halves
+    parts = np.stack(words, axis=1).view(f"u{4 // elements}")  # [warps, registers, 32 · elements]
+    # register, row of 8, column within the half -> row, column
+    parts = parts.reshape(warps, halves, row_halves, 8, 4 * elements).transpose(0, 2, 3, 1, 4)
+    whole = np.ascontiguousarray(parts).reshape(warps, 8 * row_halves, 4 * elements * halves)
+    return read(whole.view(np.uint32))
 
 
 @warp_instruction("mma")
@@ -161,24 +159,20 @@ def bind_matrix_product(m, i):
         left = fragment_matrix([w[sel].reshape(-1, WARP) for w in a], elements, read_a, row_halves)
         right = fragment_matrix([w[sel].reshape(-1, WARP) for w in b], elements, read_b, 1)
         total = np.matmul(left, right.swapaxes(1, 2))  # [warps, rows, 8]
-        start = [w[sel].reshape(-1, WARP) for w in c]
-        for half in range(row_halves):
-            rows_of = total[:, 8 * half : 8 * half + 8].reshape(-1, WARP, 2)
-            if result == "f16":
-                pair = np.ascontiguousarray(start[half]).view(np.float16).reshape(-1, WARP, 2)
-                summed = rounding.to_f16(rows_of + pair)
-                places[half][sel] = summed.view(np.uint32).reshape(-1)
-                continue
-            for number in range(2):
-                register = 2 * half + number
-                before = np.ascontiguousarray(start[register])
-                if integral:
-                    summed = rows_of[:, :, number].astype(np.int64) + before.view(np.int32)
-                    if clamps:
-                        summed = np.clip(summed, -(2**31), 2**31 - 1)
-                    words_of = summed.astype(np.uint32)
-                else:
-                    words_of = (rows_of[:, :, number] + before.view(np.float32)).astype(np.float32).view(np.uint32)
-                places[register][sel] = words_of.reshape(-1)
+        # [row half, element, warps, lane], as the registers hold it
+        total = total.reshape(-1, row_halves, WARP, 2).transpose(1, 3, 0, 2)
+        start = np.stack([w[sel] for w in c])
+        if result == "f16":
+            pairs = np.stack([total[:, 0].reshape(row_halves, -1), total[:, 1].reshape(row_halves, -1)], axis=2)
+            summed = rounding.to_f16(pairs + start.view(np.float16).reshape(row_halves, -1, 2)).view(np.uint32)[:, :, 0]
+        else:
+            total = total.reshape(2 * row_halves, -1)
+            if integral:
+                exact = total.astype(np.int64) + start.view(np.int32)
+                summed = (np.clip(exact, -(2**31), 2**31 - 1) if clamps else exact).astype(np.uint32)
+            else:
+                summed = (total + start.view(np.float32)).astype(np.float32).view(np.uint32)
+        for place, words_of in zip(places, summed, strict=True):
+            place[sel] = words_of
 
     return None, step

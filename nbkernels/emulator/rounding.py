@@ -50,17 +50,15 @@ def fma32(a, b, c):
     result = total.astype(F32)
     doubtful = (total.view(U64) & _TIE_MASK) == _TIE
     magnitude = np.abs(result)
-    if magnitude.size and magnitude.min() < SMALLEST_NORMAL:
+    if magnitude.size and np.minimum.reduce(magnitude) < SMALLEST_NORMAL:
         # a subnormal result has fewer bits, so its ties lie elsewhere
         doubtful |= (magnitude < SMALLEST_NORMAL) & (total != 0)
     if np.count_nonzero(doubtful):
-        at = np.nonzero(doubtful)
-        p, s = product[at], total[at]
-        wide = np.broadcast_to(c, product.shape)[at].astype(F64)
-        t = s - p
-        lost = (p - (s - t)) + (wide - t)
-        if np.count_nonzero(lost):
-            result[at] = _make_odd(s, lost).astype(F32)
+        added = total - product
+        lost = (product - (total - added)) + (c - added)
+        doubtful &= lost != 0
+        if np.count_nonzero(doubtful):
+            result = np.where(doubtful, _make_odd(total, lost).astype(F32), result)
     return result
 
 
@@ -77,6 +75,20 @@ def two_product(a, b):
     a_high, b_high = x - (x - a), y - (y - b)
     a_low, b_low = a - a_high, b - b_high
     return p, ((a_high * b_high - p) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def fma_bf16(a, b, c):
+    """a · b + c of float32 that hold bfloat16, as float32 that any rounding to bfloat16 rounds right."""
+    product = np.multiply(a, b, dtype=F64)
+    total = np.add(product, c, dtype=F64)
+    single = total.astype(F32)
+    doubtful = (single.view(U32) & U32(0xFFFF)) == U32(0x8000)
+    if np.count_nonzero(doubtful):
+        # the float32 lies on a tie of bfloat16: whether the sum does, or lies beside it, decides
+        added = total - product
+        lost = (product - (total - added)) + (c - added)
+        single = np.where(doubtful, odd_f32(_make_odd(total, lost)), single)
+    return single
 
 
 def fma64(a, b, c):
