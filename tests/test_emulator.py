@@ -572,3 +572,60 @@ def test_a_kernel_of_the_user_that_calls_a_device_function():
     np.testing.assert_allclose(flat, want, rtol=1e-6)
     with pytest.raises(ValueError, match="arch: 'volta'"):
         emulator.run(uses_a_device_function, 3, 32, flat, np.float32(2.5), arch="volta")
+
+
+# ---- waiting for other threads, indexed branches, traps -------------------------------------------------------------------
+
+FLAG = """
+.version 8.0
+.target sm_80
+.address_size 64
+.entry flag(.param .u64 x)
+{
+    .reg .b64 %a<3>; .reg .b32 %r<5>; .reg .pred %p<3>;
+    ld.param.u64 %a1, [x]; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %r1, 1; @%p1 bra set;
+wait:
+    ld.acquire.gpu.global.u32 %r2, [%a1]; setp.eq.u32 %p2, %r2, 0; @%p2 bra wait;
+    ld.global.u32 %r3, [%a1+4]; add.u32 %r3, %r3, 1; st.global.u32 [%a1+8], %r3;
+    ret;
+set:
+    st.global.u32 [%a1+4], 41; st.release.gpu.global.u32 [%a1], 1;
+    ret;
+}
+"""
+
+
+def test_a_thread_may_wait_for_another_blocks_write():
+    x = np.zeros(3, np.uint32)
+    emulator.run_ptx(FLAG, None, 2, 1, [x])
+    np.testing.assert_array_equal(x, [1, 41, 42])
+    x[:] = 0
+    e = emulator.Emulator(instruction_limit=10_000)
+    with pytest.raises(emulator.Endless, match=r"flag, .*bra wait.*block \(0, 0, 0\)"):
+        e.launch(FLAG, None, 1, 1, [x])
+
+
+def test_an_indexed_branch_and_a_trap():
+    text = """
+.version 8.0
+.target sm_80
+.address_size 64
+.entry choose(.param .u64 x)
+{
+    .reg .b64 %a<3>; .reg .b32 %r<5>; .reg .pred %p;
+    ld.param.u64 %a1, [x]; mov.u32 %r1, %tid.x; mad.wide.u32 %a1, %r1, 4, %a1; rem.u32 %r2, %r1, 3;
+    targets: .branchtargets first, second, third;
+    brx.idx %r2, targets;
+first: mov.u32 %r3, 10; bra join;
+second: mov.u32 %r3, 20; bra join;
+third: mov.u32 %r3, 30;
+join:
+    st.global.u32 [%a1], %r3; setp.gt.u32 %p, %r1, 40; @%p trap;
+    ret;
+}
+"""
+    x = np.zeros(64, np.uint32)
+    emulator.run_ptx(text, None, 1, 40, [x])
+    np.testing.assert_array_equal(x[:40], np.array([10, 20, 30])[np.arange(40) % 3])
+    with pytest.raises(emulator.Trap, match=r"choose.*thread \(41, 0, 0\)"):
+        emulator.run_ptx(text, None, 1, 64, [x])

@@ -3,6 +3,7 @@
 from nbkernels.emulator.errors import (
     Deadlock,
     EmulatorError,
+    Endless,
     LaunchError,
     MemoryFault,
     PtxError,
@@ -17,6 +18,7 @@ __all__ = [
     "Deadlock",
     "Emulator",
     "EmulatorError",
+    "Endless",
     "LaunchError",
     "MemoryFault",
     "PtxError",

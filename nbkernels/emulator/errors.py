@@ -29,5 +29,9 @@ class Trap(EmulatorError):
     """The kernel executed ``trap``."""
 
 
+class Endless(EmulatorError):
+    """A launch executed more instructions than its Emulator allows."""
+
+
 class LaunchError(EmulatorError):
     """Arguments, grid, block or shared memory that do not fit the kernel or the machine."""

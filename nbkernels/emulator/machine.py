@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from nbkernels.emulator import parser
-from nbkernels.emulator.errors import Deadlock, LaunchError, MemoryFault, PtxError
+from nbkernels.emulator.errors import Deadlock, Endless, LaunchError, MemoryFault, PtxError, Trap
 from nbkernels.emulator.groups import FULL, RUN, THIN, Group, full_group, group_of
 from nbkernels.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW, Buffer
 from nbkernels.emulator.registry import BATCH_ENDS, BINDERS, END_BINDERS, WARP_BINDERS, WARPGROUP_BINDERS, find
@@ -79,7 +79,8 @@ class Machine:
         self.lanes = blocks * self.padded
         self.dynamic_shared = shared_bytes
         self.grid = (1, 1, 1)
-        self.executed = 0
+        self.executed = 0  # instructions, summed over lanes
+        self.limit = float("inf")
         self._registers = {}
         self._constants = {}
         self._specials = {}
@@ -518,8 +519,6 @@ class Machine:
         return branch
 
     def _bind_trap(self, instruction):
-        from nbkernels.emulator.errors import Trap
-
         def trap(group):
             raise Trap(f"{self.where(instruction, self.first_lane(group))}: the kernel executed trap")
 
@@ -773,6 +772,11 @@ class Machine:
                 for step in steps:
                     step(group)
                 self.executed += length * group.count
+                if self.executed > self.limit and self.block_instruction[block] is not None:
+                    raise Endless(
+                        f"{self.where(self.block_instruction[block], self.first_lane(group))}: the launch has executed more "
+                        "instructions than the emulator's instruction_limit"
+                    )
                 block = block + 1 if end is None else end(group)
                 if block < 0:
                     break

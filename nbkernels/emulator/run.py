@@ -1,6 +1,7 @@
 """Launching: arguments are packed by the entry's parameter types, machines are kept and used again."""
 
 import ctypes
+import threading
 from collections import OrderedDict
 from functools import lru_cache
 
@@ -33,11 +34,14 @@ KEPT_MACHINES = 64
 class Emulator:
     """A memory and the machines bound to it. ``memory.register(array)`` gives addresses that kernels may use.
 
-    checks: report reads of memory that nothing wrote, and races (see ``checks``); bounds are always checked.
+    instruction_limit: raise Endless when a launch executes more instructions, summed over threads. checks: report reads of
+    memory that nothing wrote, and races (see ``checks``); bounds are always checked.
     """
 
-    def __init__(self, *, checks=True):
+    def __init__(self, *, checks=True, instruction_limit=None):
         self.checks = checks
+        self.instruction_limit = instruction_limit
+        self.lock = threading.Lock()
         self.memory = GlobalMemory()
         self.machines = OrderedDict()
 
@@ -69,7 +73,9 @@ class Emulator:
                 machine = self._make_machine(module, function, block, total, shared_bytes, Counters)
             else:
                 machine = self._machine(module, function, block, total, shared_bytes)
-            machine.run(grid, packed)
+            machine.limit = machine.executed + (self.instruction_limit or float("inf"))
+            with self.lock:
+                machine.run(grid, packed)
         finally:
             for address in registered:
                 self.memory.unregister(address)
