@@ -6,6 +6,7 @@ import signal
 import sys
 
 from nbkernels import __version__
+from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import KINDS, DeviceError
 
 
@@ -65,6 +66,8 @@ def generate_command(options):
         raise FileNotFoundError(
             f"no --model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
         )
+    if sys.stderr.isatty():
+        compiling.announce = _say_compiling
     prompt = options.prompt
     if prompt is None and not interactive:
         # the line end that a shell's echo adds is not meant
@@ -82,8 +85,16 @@ def generate_command(options):
     return 0
 
 
+def _say_compiling(name):
+    """One line on the terminal that the next one overwrites: the first run on a GPU compiles for some seconds."""
+    shown = name.removesuffix("_kernel")
+    print(f"\r\033[Kcompiling {shown} (once; kept for the next run)\r", end="", file=sys.stderr, flush=True)
+
+
 def _stream(generation):
-    for piece in generation:
+    for number, piece in enumerate(generation):
+        if number == 0 and compiling.announce is not None:
+            print("\033[K", end="", file=sys.stderr, flush=True)
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -291,6 +291,9 @@ def _merge_rows(arrays):
 
 
 def _as_rows(x):
+    if x.is_contiguous:
+        columns = x.shape[-1]
+        return DeviceArray(x.pointer, (x.size // max(columns, 1), columns), (columns, 1), x.dtype, x.owner)
     rows = x[..., 0].reshape(-1)
     return DeviceArray(x.pointer, (rows.shape[0], x.shape[-1]), (rows.strides[0], 1), x.dtype, x.owner)
 

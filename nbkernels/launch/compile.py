@@ -29,6 +29,10 @@ class KernelSource:
     fastmath: bool
 
 
+# Called with a factory's name before a kernel is compiled, which takes seconds: a program that talks to a person may show it.
+announce = None
+
+
 def kernel(*, launch_bounds, fastmath=False):
     """Mark a function as a kernel. Its annotations are its parameter types: ``def f(x: pointer(dtype), rows: uint32)``.
 
@@ -59,6 +63,8 @@ def ptx(factory, constants, arch):
 
 
 def _translate(factory, constants, arch):
+    if announce is not None:
+        announce(factory.__name__)
     from numba import cuda, types
 
     source = factory(*constants)
