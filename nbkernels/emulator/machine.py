@@ -11,17 +11,16 @@ import numpy as np
 
 from nbkernels.emulator import parser
 from nbkernels.emulator.errors import Deadlock, Endless, LaunchError, MemoryFault, PtxError, Trap
-from nbkernels.emulator.groups import FULL, RUN, THIN, Group, full_group, group_of
+from nbkernels.emulator.groups import FULL, full_group, group_of
 from nbkernels.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW, Buffer
 from nbkernels.emulator.registry import BATCH_ENDS, BINDERS, END_BINDERS, WARP_BINDERS, WARPGROUP_BINDERS, find
-
-WARP = 32
+from nbkernels.emulator.reports import describe_deadlock
+from nbkernels.emulator.special_registers import SHARED_START, WARP, make_special
+from nbkernels.emulator.steps import step_of
 
 # about this many lanes run at once: enough to hide NumPy's cost a call, few enough that registers stay in the cache
 BATCH_LANES = 4096
 
-# shared addresses below this are never handed out (the hardware keeps 1 KB a block for itself), so that 0 is a fault
-SHARED_START = 1024
 LOCAL_START = 16
 
 # one scheduling decision in this many goes to the lanes that have waited longest, so that a loop that waits for another
@@ -274,58 +273,8 @@ class Machine:
     def special(self, instruction, name):
         """[lanes] of a special register; those that depend on the block are filled anew for each batch."""
         if name not in self._specials:
-            self._specials[name] = self._make_special(instruction, name)
+            self._specials[name] = make_special(self, instruction, name)
         return self._specials[name]
-
-    def _make_special(self, instruction, name):
-        base, _, axis = name.partition(".")
-        axis = "xyz".index(axis) if axis in ("x", "y", "z") else None
-        thread = self.lane_thread
-        if axis is not None:
-            x, y, _ = self.block
-            if base == "%tid":
-                return np.array((thread % x, thread // x % y, thread // (x * y))[axis], np.uint32)
-            if base == "%ntid":
-                return self.constant(self.block[axis], np.uint32)
-            if base == "%ctaid":
-                return np.zeros(self.lanes, np.uint32)
-            if base in ("%nctaid", "%nclusterid", "%clusterid"):
-                return np.zeros(self.lanes, np.uint32)
-            if base == "%cluster_ctaid":
-                return self.constant(0, np.uint32)
-            if base == "%cluster_nctaid":
-                return self.constant(1, np.uint32)
-        lane = thread % WARP
-        one = np.uint64(1)
-        eq = (one << lane.astype(np.uint64)).astype(np.uint64)
-        values = {
-            "%laneid": lane,
-            "%warpid": thread // WARP,
-            "%nwarpid": np.full(self.lanes, self.padded // WARP),
-            "WARP_SZ": np.full(self.lanes, WARP),
-            "%smid": self.lane_block,
-            "%nsmid": np.full(self.lanes, 132),
-            "%gridid": np.zeros(self.lanes),
-            "%lanemask_eq": eq,
-            "%lanemask_lt": eq - one,
-            "%lanemask_le": eq + (eq - one),
-            "%lanemask_gt": np.uint64(0xFFFFFFFF) & ~(eq + (eq - one)),
-            "%lanemask_ge": np.uint64(0xFFFFFFFF) & ~(eq - one),
-            "%cluster_ctarank": np.zeros(self.lanes),
-            "%cluster_nctarank": np.ones(self.lanes),
-            "%is_explicit_cluster": np.zeros(self.lanes, bool),
-            "%dynamic_smem_size": np.full(self.lanes, self.dynamic_shared),
-            "%total_smem_size": np.full(self.lanes, self.shared_end - SHARED_START),
-            "%clock": np.zeros(self.lanes),
-            "%clock_hi": np.zeros(self.lanes),
-            "%clock64": np.zeros(self.lanes),
-            "%globaltimer": np.zeros(self.lanes),
-        }
-        if name not in values:
-            raise self.unknown(instruction, f"special register or name {name}")
-        wide = name in ("%clock64", "%globaltimer", "%gridid")
-        dtype = bool if name == "%is_explicit_cluster" else np.uint64 if wide else np.uint32
-        return np.array(values[name]).astype(dtype)
 
     def _fill_specials(self):
         """Set what depends on the blocks of this batch."""
@@ -349,11 +298,7 @@ class Machine:
         if target is None:
             return lambda group: None
         into = into and isinstance(operation, np.ufunc)
-        if len(sources) == 1:
-            return _apply_one(operation, target, sources[0], into)
-        if len(sources) == 2:
-            return _apply_two(operation, target, *sources, into)
-        return _apply_many(operation, target, sources)
+        return step_of(operation, target, sources, into)
 
     def narrow(self, group, predicate, negated):
         """The lanes of a group whose predicate holds: the group itself, a smaller one, or None."""
@@ -755,7 +700,7 @@ class Machine:
         self.push(0, group_of(self.live.copy()))
         self._loop()
         if self.barrier_parked or self.warp_waiting or self.parked:
-            raise Deadlock(self._describe_deadlock())
+            raise Deadlock(describe_deadlock(self))
         for finish in BATCH_ENDS:
             finish(self)
 
@@ -822,38 +767,6 @@ class Machine:
         """A MemoryFault that names everything."""
         return MemoryFault(f"{self.where(instruction, int(lane))}: {what}")
 
-    def _describe_deadlock(self):
-        lines = [f"{self.name}: deadlock, no thread can go on"]
-        for number, parked in self.barrier_parked.items():
-            instruction = self.block_instruction[number]
-            lanes = np.flatnonzero(parked)
-            for block in np.unique(self.lane_block[lanes])[:4]:
-                mine = lanes[self.lane_block[lanes] == block]
-                barrier = int(self.at_barrier[mine[0]])
-                lines.append(
-                    f"  block {self.block_name(block)}: {_ranges(self.lane_thread[mine])} wait at barrier {barrier} "
-                    f"({_place(instruction)}), {int(self.arrived[block, barrier])} of "
-                    f"{int(self.expected[block, barrier])} threads have come"
-                )
-        for number, waiting in self.warp_waiting.items():
-            instruction = self.block_instruction[number]
-            lanes = np.flatnonzero(waiting)
-            for block in np.unique(self.lane_block[lanes])[:4]:
-                mine = lanes[self.lane_block[lanes] == block]
-                lines.append(
-                    f"  block {self.block_name(block)}: {_ranges(self.lane_thread[mine])} wait for other lanes of their "
-                    f"warp ({_place(instruction)})"
-                )
-        for (block, address), waiting in self.parked.items():
-            barrier = self.mbarriers[block, address]
-            for number, group in waiting:
-                lines.append(
-                    f"  block {self.block_name(block)}: {_ranges(self.lane_thread[group.lanes])} wait for the mbarrier at "
-                    f"shared address {address:#x} ({_place(self.block_instruction[number])}): its phase {barrier.phase} "
-                    f"lacks {barrier.pending} of {barrier.expected} arrivals and {barrier.tx} bytes"
-                )
-        return "\n".join(lines)
-
 
 def _ends_block(instruction):
     """Whether lanes may part or wait at an instruction, so that a basic block ends behind it."""
@@ -863,91 +776,6 @@ def _ends_block(instruction):
     )
 
 
-def _place(instruction):
-    source = f"{instruction.source[0]}:{instruction.source[1]}, " if instruction.source else ""
-    return f"{source}PTX line {instruction.ptx_line}: {instruction.text}"
-
-
-def _ranges(threads):
-    """Thread numbers as text, runs shortened: "threads 0-31, 64"."""
-    threads = sorted(int(t) for t in threads)
-    runs = []
-    for thread in threads:
-        if runs and thread == runs[-1][1] + 1:
-            runs[-1][1] = thread
-        else:
-            runs.append([thread, thread])
-    shown = ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs[:6])
-    more = f" and {len(runs) - 6} more runs" if len(runs) > 6 else ""
-    return f"threads {shown}{more}"
-
-
 def _warp_bits(mask):
     """bool [lanes] -> uint32 [warps]"""
     return np.packbits(mask.reshape(-1, WARP), axis=1, bitorder="little").view(np.uint32)[:, 0]
-
-
-def _apply_one(operation, target, a, into):
-    def step(group):
-        kind = group.kind
-        if kind == FULL:
-            if into:
-                operation(a, out=target)
-            else:
-                target[:] = operation(a)
-        elif kind == RUN:
-            sel = group.sel
-            if into:
-                operation(a[sel], out=target[sel])
-            else:
-                target[sel] = operation(a[sel])
-        elif kind == THIN:
-            sel = group.sel
-            target[sel] = operation(a[sel])
-        else:
-            span = group.span
-            np.copyto(target[span], operation(a[span]), where=group.span_mask, casting="unsafe")
-
-    return step
-
-
-def _apply_two(operation, target, a, b, into):
-    def step(group):
-        kind = group.kind
-        if kind == FULL:
-            if into:
-                operation(a, b, out=target)
-            else:
-                target[:] = operation(a, b)
-        elif kind == RUN:
-            sel = group.sel
-            if into:
-                operation(a[sel], b[sel], out=target[sel])
-            else:
-                target[sel] = operation(a[sel], b[sel])
-        elif kind == THIN:
-            sel = group.sel
-            target[sel] = operation(a[sel], b[sel])
-        else:
-            span = group.span
-            np.copyto(target[span], operation(a[span], b[span]), where=group.span_mask, casting="unsafe")
-
-    return step
-
-
-def _apply_many(operation, target, sources):
-    def step(group):
-        kind = group.kind
-        if kind == FULL:
-            target[:] = operation(*sources)
-        elif kind in (RUN, THIN):
-            sel = group.sel
-            target[sel] = operation(*[s[sel] for s in sources])
-        else:
-            span = group.span
-            np.copyto(target[span], operation(*[s[span] for s in sources]), where=group.span_mask, casting="unsafe")
-
-    return step
-
-
-__all__ = ["DTYPES", "Group", "Machine", "align"]
