@@ -23,7 +23,8 @@ class _Block:
     __slots__ = ("pointer",)
 
     def __init__(self, nbytes):
-        self.pointer, _ = emulator().memory.allocate(nbytes)
+        # tracked: a kernel that reads what nothing wrote is told
+        self.pointer, _ = emulator().memory.allocate(nbytes, tracked=True)
 
     def __del__(self):
         if not sys.is_finalizing():
@@ -37,12 +38,17 @@ def allocate(shape, dtype):
 
 
 def host_view(array):
-    """A NumPy view of an emulated array's memory: what is written to it is written to the array."""
+    """A NumPy view of an emulated array's memory. Who writes to it says so by ``mark_written``."""
     if array.size == 0:
         return np.empty(array.shape, array.dtype)
     buffer = emulator().memory.find(array.pointer)
     strides = tuple(s * array.itemsize for s in array.strides)
     return np.ndarray(array.shape, array.dtype, buffer.data, array.pointer - buffer.base, strides)
+
+
+def mark_written(array):
+    """The host has written a contiguous array."""
+    emulator().memory.mark_written(array.pointer, array.nbytes)
 
 
 def launch_emulated(plan, arguments, device):

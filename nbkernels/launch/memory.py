@@ -168,9 +168,10 @@ def fill_bytes(array, value):
     if array.nbytes == 0:
         return
     if current().kind == "emulator":
-        from nbkernels.launch.emulated import host_view
+        from nbkernels.launch.emulated import host_view, mark_written
 
         host_view(array).view(np.uint8)[...] = value
+        mark_written(array)
         return
     from cuda.bindings import driver
 
@@ -192,9 +193,10 @@ def copy_from_host(destination, array):
     if array.nbytes == 0:
         return
     if current().kind == "emulator":
-        from nbkernels.launch.emulated import host_view
+        from nbkernels.launch.emulated import host_view, mark_written
 
         host_view(destination)[...] = array
+        mark_written(destination)
         return
     from cuda.bindings import driver
 
