@@ -28,6 +28,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {NO_GPU}"))
 
 
+def _emulate_one_in(request):
+    """One case in how many runs on the emulator: a file says it by its mark, and for sm_90a it is fewer, from the same factories."""
+    mark = request.node.get_closest_marker("emulate_one_in")
+    share = mark.args[0] if mark else 1
+    return share * SM_90A_SHARE if request.param == "sm_90a" else share
+
+
 @pytest.fixture(params=["sm_80", "sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The device a kernel test runs on: the emulator as two architectures, or the GPU; tests marked gpu on the GPU alone."""
@@ -35,8 +42,8 @@ def device(request):
         chosen = nbk.device("cuda")
     elif request.node.get_closest_marker("gpu"):
         pytest.skip("a shape for the GPU, too large for the emulator")
-    elif request.param == "sm_90a" and crc32(request.node.nodeid.encode()) % SM_90A_SHARE:
-        pytest.skip("a sample of the cases runs for sm_90a: its PTX comes from the same factories")
+    elif crc32(request.node.nodeid.encode()) % _emulate_one_in(request):
+        pytest.skip("a sample of the cases runs on the emulator: compiling all of them takes too long")
     else:
         chosen = nbk.device("emulator", arch=request.param)
     with chosen as on:

@@ -11,6 +11,8 @@ from nbkernels import reference
 from nbkernels.arrays import Int8Weight
 from nbkernels.kernels import int8_matmul
 
+pytestmark = pytest.mark.emulate_one_in(3)
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

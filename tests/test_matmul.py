@@ -12,6 +12,8 @@ from nbkernels.kernels import matmul
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import memory
 
+pytestmark = pytest.mark.emulate_one_in(2)
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -9,6 +9,8 @@ import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.launch import memory
 
+pytestmark = pytest.mark.emulate_one_in(4)
+
 FLOAT32, FLOAT16, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 # (rows, columns), and what each is there for

@@ -9,6 +9,8 @@ from nbkernels import reference
 from nbkernels.kernels import quantize
 from nbkernels.launch import memory
 
+pytestmark = pytest.mark.emulate_one_in(2)
+
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

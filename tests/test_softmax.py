@@ -10,6 +10,8 @@ import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.launch import memory
 
+pytestmark = pytest.mark.emulate_one_in(2)
+
 # (rows, columns), and what each is there for
 SHAPES = [
     pytest.param(3, 1, id="one column: four threads a row"),
