@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _emulate_one_in(request):
-    """One case in how many runs on the emulator: a file says it by its mark, and for sm_90a it is fewer, from the same factories."""
+    """One case in how many runs on the emulator: a file's mark says it, and for sm_90a, from the same factories, it is fewer."""
     mark = request.node.get_closest_marker("emulate_one_in")
     share = mark.args[0] if mark else 1
     return share * SM_90A_SHARE if request.param == "sm_90a" else share
