@@ -1,6 +1,7 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate`` measures a whole model, on any device; the others give rows for the harness, which needs torch and a GPU.
+``generate`` measures a whole model and ``emulator`` the emulator, on any machine; the others give rows for the harness, which
+needs torch and a GPU.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks import harness
+
+ANY_DEVICE = ("emulator", "generate")  # these measure by themselves; the others need torch and a GPU
 
 
 def names():
@@ -24,10 +27,9 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")
     options = parser.parse_args()
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
-    if options.name == "generate":
-        from benchmarks import generate
-
-        generate.run(lambda rows: harness.keep(options.json, command, {"results": rows}))
+    module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
+    if module is not None:
+        module.run(lambda rows: harness.keep(options.json, command, {"results": rows}))
         return
     if harness.torch is None or not harness.torch.cuda.is_available():
         sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")

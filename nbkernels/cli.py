@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate``."""
+"""The console command: ``nbkernels generate`` and ``nbkernels inspect``."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ import sys
 
 from nbkernels import __version__
 from nbkernels.launch import compile as compiling
-from nbkernels.launch.device import KINDS, DeviceError
+from nbkernels.launch.device import KINDS
 
 
 def build_parser():
@@ -20,6 +20,12 @@ def build_parser():
     generate = commands.add_parser("generate", help="continue a prompt, or chat, with a model on disk")
     add_generate_arguments(generate)
     generate.set_defaults(run=generate_command)
+    inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
+    inspect.add_argument("operation", help="softmax, attention, decode, int8_matmul, …")
+    inspect.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
+    inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
+    inspect.set_defaults(run=inspect_command)
     return parser
 
 
@@ -85,6 +91,20 @@ def generate_command(options):
     return 0
 
 
+def inspect_command(options):
+    """Print what each source line of an operation's kernels did on the emulator, or their PTX. Returns the exit status."""
+    from nbkernels.profiling.inspect import launches, ptx_of
+
+    if options.ptx:
+        for text in ptx_of(options.operation, dtype=options.dtype, arch=options.arch):
+            print(text)
+        return 0
+    for plan, report in launches(options.operation, dtype=options.dtype, arch=options.arch):
+        print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
+        report.print()
+    return 0
+
+
 def _say_compiling(name):
     """One line on the terminal that the next one overwrites: the first run on a GPU compiles for some seconds."""
     shown = name.removesuffix("_kernel")
@@ -144,7 +164,7 @@ def main(arguments=None):
         # the reader has gone; Python must not try to flush into the pipe when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, OSError, DeviceError, ImportError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         print(f"nbkernels: {_explain(error)}", file=sys.stderr)
         return 2
 

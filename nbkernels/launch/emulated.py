@@ -1,6 +1,8 @@
 """The emulator as a device: its memory behind ``launch.memory``, and plans launched on it."""
 
 import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from math import prod
 
@@ -51,7 +53,25 @@ def mark_written(array):
     emulator().memory.mark_written(array.pointer, array.nbytes)
 
 
+_counted = ContextVar("nbkernels_counted", default=None)
+
+
+@contextmanager
+def counted():
+    """Count what the launches inside do: yields a list that fills with (Plan, Report) of each."""
+    token = _counted.set([])
+    try:
+        yield _counted.get()
+    finally:
+        _counted.reset(token)
+
+
 def launch_emulated(plan, arguments, device):
     """Run a plan to its end; EmulatorError names what a kernel did wrong."""
     text = ptx(plan.factory, plan.constants, device.arch)
-    emulator().launch(text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes)
+    done = _counted.get()
+    report = emulator().launch(
+        text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes, count=done is not None
+    )
+    if done is not None:
+        done.append((plan, report))

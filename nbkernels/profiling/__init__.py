@@ -1,0 +1,1 @@
+"""Looking at kernels: what they compile to, and what each line of them does."""
