@@ -29,16 +29,16 @@ class _Call:
     """
 
     def __init__(self, stream, **named):
+        if type(next(iter(named.values()))) is np.ndarray and self._is_numpy_on_cpu(named.values()):
+            self.on_host = True
+            self.__dict__.update(named)
+            return
         self.stream = stream
         self.explicit_stream = stream is not None
         given = [(name, x) for name, x in named.items() if x is not None]
         self.first = given[0][1]
         self.copied = None
         kinds = {type(x) for _, x in given}
-        if kinds == {np.ndarray} and current().kind == "cpu":
-            self.on_host = True
-            self.__dict__.update(named)
-            return
         if kinds == {DeviceArray}:
             self.on_host = False
             self.device = current()
@@ -56,6 +56,11 @@ class _Call:
                 from nbkernels.launch.memory import stream_handle
 
                 self.stream = stream_handle(stream)
+
+    @staticmethod
+    def _is_numpy_on_cpu(arrays):
+        """The reference's own case, told quickly: a small model on the CPU makes hundreds of calls a token."""
+        return all(x is None or type(x) is np.ndarray for x in arrays) and current().kind == "cpu"
 
     def _describe(self, named, given):
         for name, x in given:

@@ -58,8 +58,11 @@ def _affine(normalised, weight, bias, x, residual, total):
 
 
 def _silu(x):
-    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is inf, and x / inf the right 0
-        return x / (1 + np.exp(-x))
+    weights = np.exp(
+        np.minimum(-x, x.dtype.type(80))
+    )  # beyond, x / (1 + exp(-x)) is 0 to every digit, and exp would overflow
+    weights += 1
+    return np.divide(x, weights, out=weights)
 
 
 def _gelu_tanh(x):
@@ -142,15 +145,15 @@ def embedding(ids, table, *, dtype=None):
     return table[ids].astype(dtype or table.dtype, copy=False)
 
 
-def _rotate(x, cos, sin):
+def _rotate(x, cos, sin, out):
+    """x [tokens, heads, head_dim] turned by cos, sin [tokens, 1, half] into out, pair by pair."""
     half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]  # [batch, tokens, 1, half]
     work = _work(x)
     first, second = work[..., :half], work[..., half : 2 * half]
-    rotated = work.copy()
-    rotated[..., :half] = first * cos - second * sin
-    rotated[..., half : 2 * half] = second * cos + first * sin
-    return rotated.astype(x.dtype, copy=False)
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
 
 
 def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache):
@@ -160,16 +163,18 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache):
     positions int32 [batch], of each sequence's first token; caches [batch, capacity, kv_heads, head_dim], written in place.
     Element i is paired with i + rotary_dim / 2; what lies past rotary_dim is left as it is.
     """
-    batch, tokens = q.shape[:2]
-    steps = positions[:, None] + np.arange(tokens)  # [batch, tokens]
+    tokens = q.shape[1]
     limit = min(k_cache.shape[1], cos.shape[0])
-    if tokens and batch and (steps.min() < 0 or steps.max() >= limit):
-        raise ValueError(f"positions: {steps.min()} to {steps.max()} do not fit into 0 to {limit - 1}")
-    cos, sin = cos[steps], sin[steps]
-    row = np.arange(batch)[:, None]
-    k_cache[row, steps] = _rotate(k, cos, sin).astype(k_cache.dtype, copy=False)
-    v_cache[row, steps] = v.astype(v_cache.dtype, copy=False)
-    return _rotate(q, cos, sin)
+    rotated = np.empty(q.shape, q.dtype)
+    for b, start in enumerate(positions.tolist()):
+        if tokens and not 0 <= start <= limit - tokens:
+            raise ValueError(f"positions: {start} to {start + tokens - 1} do not fit into 0 to {limit - 1}")
+        here = slice(start, start + tokens)
+        turn = cos[here, None], sin[here, None]  # [tokens, 1, half]
+        _rotate(q[b], *turn, rotated[b])
+        _rotate(k[b], *turn, k_cache[b, here])
+        v_cache[b, here] = v[b]
+    return rotated
 
 
 def _visible(q_len, n, causal, window):
@@ -190,20 +195,21 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
-    out = np.zeros(q.shape, q.dtype)
+    out = np.empty(q.shape, q.dtype)
     for b in range(batch):
         n = kv_len if kv_lengths is None else min(max(int(kv_lengths[b]), 0), kv_len)
         if n == 0 or q_len == 0:
+            out[b] = 0
             continue
-        query = _work(q[b]).reshape(q_len, kv_heads, heads // kv_heads, head_dim)
+        query = (_work(q[b]) * scale).reshape(q_len, kv_heads, heads // kv_heads, head_dim)
         query = query.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)  # [kv_heads, group·q_len, head_dim]
         key = _work(k[b, :n]).transpose(1, 2, 0)  # [kv_heads, head_dim, n]
         value = _work(v[b, :n]).transpose(1, 0, 2)  # [kv_heads, n, head_dim]
-        scores = ((query * scale) @ key).reshape(kv_heads, -1, q_len, n)
+        scores = (query @ key).reshape(kv_heads, -1, q_len, n)
         visible = _visible(q_len, n, causal, window)
         if visible is None:
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
+            weights = np.exp(scores - np.maximum.reduce(scores, axis=-1, keepdims=True))
+            weights /= np.add.reduce(weights, axis=-1, keepdims=True)
         else:
             seen = visible.any(axis=-1)[:, None]  # [q_len, 1]
             scores = np.where(visible, scores, -np.inf)

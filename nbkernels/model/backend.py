@@ -4,12 +4,22 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from nbkernels import ops, reference
 from nbkernels.launch.device import current
 
 
 def on_host():
     """Whether the current device computes on NumPy arrays."""
     return current().kind == "cpu"
+
+
+def operations():
+    """The module whose functions compute on the current device: ``ops``, or on the CPU the reference that it would call.
+
+    What ops checks of each argument has been checked here once for all, by the shapes of the weights, and a token on the CPU is
+    hundreds of calls.
+    """
+    return reference if on_host() else ops
 
 
 def place(array):

@@ -113,6 +113,14 @@ def read_header(data, path):
     return metadata, {name: _locate(cursor, name, *entry, start, alignment) for name, entry in entries.items()}
 
 
+def _long_rows(blocks):
+    """Into how many rows to cut so many blocks: each a power of two of blocks, up to 2048, that divides them."""
+    length = 1
+    while length < 2048 and blocks % (2 * length) == 0:
+        length *= 2
+    return blocks // length
+
+
 def _locate(cursor, name, shape, code, offset, start, alignment):
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -194,7 +202,7 @@ class GGUFCheckpoint:
 
     def tensor(self, name, shape):
         """A tensor as float32 of the wanted shape, dequantised. CheckpointError where it is missing or of another kind."""
-        from gguf import dequantize
+        from gguf import GGML_QUANT_SIZES, dequantize
 
         tensor = self.tensors.get(name)
         if tensor is None:
@@ -206,11 +214,13 @@ class GGUFCheckpoint:
         if tensor.shape != tuple(shape):
             raise CheckpointError(f"tensor {name!r} has shape {tensor.shape}, wanted {tuple(shape)}")
         stored = np.asarray(self.data[tensor.start : tensor.start + tensor.nbytes])
-        # the package wants rows: bytes of the last axis side by side
-        rows = stored.reshape(*tensor.shape[:-1], -1)
         if tensor.kind.name in ("F32", "F16"):
-            rows = rows.view(np.float32 if tensor.kind.name == "F32" else np.float16)
-        return np.ascontiguousarray(dequantize(rows, tensor.kind), np.float32)
+            rows = stored.view(np.float32 if tensor.kind.name == "F32" else np.float16)
+        else:
+            # blocks know nothing of rows, and the package takes 16 rows at a time: long ones are read ten times as fast
+            block = GGML_QUANT_SIZES[tensor.kind][0]
+            rows = stored.reshape(_long_rows(math.prod(shape) // block), -1)
+        return np.ascontiguousarray(dequantize(rows, tensor.kind), np.float32).reshape(shape)
 
     def unpermuted(self, name, heads, shape):
         """The matrix of q or k with its rows back in half-split order.

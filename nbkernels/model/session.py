@@ -29,7 +29,8 @@ class Session:
         capacity = min(config.context, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
         self.cache = KVCache(config.layers, 1, capacity, config.kv_heads, config.head_dim, transformer.dtype)
         self.token = backend.zeros((1,), np.dtype(np.int32))
-        self.logits = backend.zeros((1, config.vocab), transformer.dtype)  # one place, so that a replay finds it
+        # on a device they have one place, so that a replay finds it
+        self.logits = None if backend.on_host() else backend.zeros((1, config.vocab), transformer.dtype)
         self._graph = None
         self._arena = None
 
