@@ -192,6 +192,24 @@ def test_devices_agree(tmp_path, quantize):
     assert gpu.generate("the", **options) == cpu.generate("the", **options)
 
 
+@pytest.mark.gpu
+def test_memory_does_not_grow(tmp_path):
+    from nbkernels.launch.memory import used_bytes
+
+    model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="cuda")
+
+    def generate(count):
+        for i in range(count):
+            model.generate("a" * (1 + i % 30), max_new_tokens=1 + i % 20, temperature=float(i % 2), seed=i)
+
+    generate(30)
+    with model.on_device():
+        before = used_bytes()
+    generate(170)
+    with model.on_device():
+        assert used_bytes() <= before
+
+
 # ---- the real model -------------------------------------------------------------------------------------------------
 
 
