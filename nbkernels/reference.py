@@ -58,11 +58,10 @@ def _affine(normalised, weight, bias, x, residual, total):
 
 
 def _silu(x):
-    weights = np.exp(
-        np.minimum(-x, x.dtype.type(80))
-    )  # beyond, x / (1 + exp(-x)) is 0 to every digit, and exp would overflow
-    weights += 1
-    return np.divide(x, weights, out=weights)
+    with np.errstate(over="ignore"):  # exp(-x) of a very negative x is inf, and x / inf the right 0
+        weights = np.exp(-x)
+        weights += 1
+        return np.divide(x, weights, out=weights)
 
 
 def _gelu_tanh(x):

@@ -11,6 +11,11 @@ import pytest
 from nbkernels import emulator
 
 
+def is_float(program, number):
+    """Whether a result is a float32."""
+    return program.results[number] == "f32"
+
+
 @pytest.mark.parametrize("program", emulator_programs.PROGRAMS, ids=lambda program: program.name)
 def test_a_program_gives_what_the_hardware_gave(program):
     dtypes = [np.dtype(f"u{emulator_programs.BYTES[kind]}") for kind in program.results]
@@ -24,7 +29,13 @@ def test_a_program_gives_what_the_hardware_gave(program):
         for number, got in enumerate(outputs):
             want = recorded[f"{program.name}/{number}"]
             if not program.bound:
-                np.testing.assert_array_equal(got, want)
+                # a NaN is a NaN: hardware gives its own one out of arithmetic, a CPU hands on that of an operand
+                nan = (
+                    np.isnan(got.view(np.float32)) & np.isnan(want.view(np.float32))
+                    if is_float(program, number)
+                    else False
+                )
+                np.testing.assert_array_equal(np.where(nan, 0, got), np.where(nan, 0, want))
                 continue
             got, want = got.view(np.float32).astype(np.float64), want.view(np.float32).astype(np.float64)
             close = np.abs(got - want) <= np.maximum(program.bound * np.abs(want), program.floor)

@@ -90,8 +90,8 @@ BINARY = {
     "mul.hi.s32": lambda a, b: signed(a) * signed(b) >> 32,
     "div.u32": lambda a, b: a // b if b else M32,
     "div.s32": lambda a, b: truncated(signed(a), signed(b)) if b else M32,
-    "rem.u32": lambda a, b: a % b if b else a,
-    "rem.s32": lambda a, b: signed(a) - truncated(signed(a), signed(b)) * signed(b) if b else a,
+    "rem.u32": lambda a, b: a % b if b else 2**32 - 1,
+    "rem.s32": lambda a, b: signed(a) - truncated(signed(a), signed(b)) * signed(b) if b else -1,
     "min.s32": lambda a, b: min(signed(a), signed(b)),
     "max.u32": lambda a, b: max(a, b),
     "and.b32": lambda a, b: a & b,
@@ -120,7 +120,7 @@ WIDE = {
     "mul.hi.u64": lambda a, b: a * b >> 64,
     "mul.hi.s64": lambda a, b: signed(a, 64) * signed(b, 64) >> 64,
     "div.s64": lambda a, b: truncated(signed(a, 64), signed(b, 64)) if b else M64,
-    "rem.u64": lambda a, b: a % b if b else a,
+    "rem.u64": lambda a, b: a % b if b else 2**64 - 1,
     "max.s64": lambda a, b: max(signed(a, 64), signed(b, 64)),
 }
 

@@ -23,7 +23,7 @@ def _open(kind, ftz):
 
 
 def _to_integer(kind, mode):
-    """float -> integer: rounded, clamped to the type, NaN to 0."""
+    """float -> integer: rounded, clamped to the type, NaN to 0, or to 2^63 where the type has 64 bits."""
     dtype = DTYPES[kind]
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     function = _ROUND[mode]
@@ -35,7 +35,10 @@ def _to_integer(kind, mode):
         top, bottom = clean >= float(high), clean <= float(low)
         result = np.where(top | bottom, 0.0, clean).astype(dtype)
         result = np.where(top, dtype.type(high), result)
-        return np.where(bottom, dtype.type(low), result).astype(dtype)
+        result = np.where(bottom, dtype.type(low), result).astype(dtype)
+        if dtype.itemsize == 8:
+            result = np.where(np.isnan(rounded), np.uint64(1 << 63).astype(dtype), result)
+        return result
 
     return convert
 
@@ -92,7 +95,8 @@ def _float_to_float(source, target, words):
             return rounding.to_f16(x, mode)
         if target == "tf32":
             bits = rounding.narrow_bits(x, 19, mode)
-            return bits
+            # a NaN keeps what is left of it
+            return np.where(np.isnan(x), rounding.narrow_bits_of_nan(x, 19), bits)
         if x.dtype == np.float64:
             x = rounding.odd_f32(x)
         return rounding.to_bf16(x, mode)

@@ -209,9 +209,10 @@ def divide(a, b):
 
 
 def remainder(a, b):
-    """The remainder with the sign of a; of a division by zero it is a."""
+    """The remainder with the sign of a; of a division by zero it is all ones (as an H200 gives it)."""
     zero = b == 0
-    return np.where(zero, a, np.fmod(a, np.where(zero, 1, b).astype(a.dtype)))
+    ones = np.invert(np.zeros_like(a))
+    return np.where(zero, ones, np.fmod(a, np.where(zero, 1, b).astype(a.dtype)))
 
 
 @instruction("rem")

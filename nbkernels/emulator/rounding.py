@@ -139,6 +139,11 @@ def narrow_bits(x, kept, mode="rn"):
     return np.where(nan, U32(0x7FFFFFFF), rounded) if nan.any() else rounded
 
 
+def narrow_bits_of_nan(x, kept):
+    """float32 -> its bits (uint32) with only the top ``kept`` bits left, cut off."""
+    return np.ascontiguousarray(x, F32).view(U32) & U32(0xFFFFFFFF ^ ((1 << (32 - kept)) - 1))
+
+
 def to_bf16(x, mode="rn"):
     """float32 -> the bits of a bfloat16 (uint16)."""
     return (narrow_bits(x, 16, mode) >> U32(16)).astype(U16)
