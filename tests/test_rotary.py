@@ -7,8 +7,9 @@ from compare import BOUND, DTYPES, poisoned, random, relative_error, to_device, 
 
 import nbkernels as nbk
 from nbkernels import reference
+from nbkernels.kernels import rotary
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 def tables(positions, half):
@@ -40,8 +41,12 @@ def run(dtype, batch, tokens, heads, kv_heads, head_dim, half, capacity, positio
     return (to_host(out), *map(to_host, on_device)), (q, *want)
 
 
+# by 16 bytes; by single elements where a chunk would cross the middle (72, 36), the end of the rotation (80, 20) or the head (7)
+HEADS = [(64, 32), (80, 40), (80, 16), (7, 2), (16, 0), (72, 36), (80, 20)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim, half", [(64, 32), (80, 40), (80, 16), (7, 2), (16, 0)])
+@pytest.mark.parametrize("head_dim, half", HEADS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_against_the_reference(device, dtype, head_dim, half, in_place):
     positions = np.array([0, 11, 5], np.int32)
@@ -79,8 +84,91 @@ def test_positions_outside_write_nothing(device):
     np.testing.assert_array_equal(written[2], cache[2])
 
 
+@pytest.mark.parametrize("dtype, shift", [(BF16, 0), (BF16, 1), (F16, 4), (F32, 1)])
+def test_slices_of_larger_arrays(device, dtype, shift):
+    """Caches, tables and out cut out of larger arrays; shifted, no row begins at a 16-byte address."""
+    batch, tokens, heads, kv_heads, head_dim, half = 2, 3, 4, 2, 32, 16
+    part = slice(shift, shift + head_dim)
+    fused = random((batch, tokens + 1, heads + 2 * kv_heads, head_dim + 8), dtype, 1)
+    caches = [random((batch + 1, 9, kv_heads + 2, head_dim + 8), dtype, seed) for seed in (2, 3)]
+    cut = (slice(1, None), slice(2, None), slice(1, -1), part)
+    cos, sin = tables(7, half)
+    wide_sin = np.full((7, half + 4), np.nan, np.float32)
+    wide_sin[:, :half] = sin
+    positions = np.array([4, 0], np.int32)
+    whole, on_device, written = to_device(fused), [to_device(c) for c in caches], poisoned(fused.shape, dtype)
+    q, k, v = slice(heads), slice(heads, heads + kv_heads), slice(heads + kv_heads, None)
+    nbk.rotary_append(
+        *(whole[:, 1:, part_of, part] for part_of in (q, k, v)),
+        to_device(cos),
+        to_device(wide_sin)[:, :half],
+        to_device(positions),
+        *(c[cut] for c in on_device),
+        out=written[:, 1:, q, part],
+    )
+    exact, want = fused.astype(np.float64)[:, 1:, :, part], [c.astype(np.float64) for c in caches]
+    rotated = reference.rotary_append(
+        *(exact[:, :, part_of] for part_of in (q, k, v)), cos, sin, positions, *(w[cut] for w in want)
+    )
+    written = to_host(written).astype(np.float64)
+    assert relative_error(written[:, 1:, q, part], rotated) < BOUND[dtype]
+    assert np.isnan(written).sum() == written.size - rotated.size, "only out is written"
+    for got, w, before in zip(on_device, want, caches, strict=True):
+        assert relative_error(got, w) < BOUND[dtype]
+        same = w == before.astype(np.float64)
+        np.testing.assert_array_equal(to_host(got)[same], before[same])
+
+
+@pytest.mark.parametrize("dtype, bits", [(BF16, 0xFF81), (F16, 0xFC01), (F32, 0xFF800001)], ids=str)
+def test_what_is_copied_keeps_its_bits(device, dtype, bits):
+    """Even those of a signalling NaN, in v and past the rotated part."""
+    words = np.dtype(f"u{dtype.itemsize}")
+    x = np.full((1, 1, 3, 32), bits, words).view(dtype)
+    caches = [to_device(np.zeros((1, 2, 1, 32), dtype)) for _ in range(2)]
+    whole = to_device(x)
+    cos, sin = tables(2, 8)
+    positions = np.array([1], np.int32)
+    out = nbk.rotary_append(
+        whole[:, :, :1], whole[:, :, 1:2], whole[:, :, 2:], *map(to_device, (cos, sin, positions)), *caches
+    )
+    k_cache, v_cache = (to_host(c).view(words) for c in caches)
+    assert (v_cache[0, 1] == bits).all() and (k_cache[0, 1, :, 16:] == bits).all()
+    assert (to_host(out).view(words)[..., 16:] == bits).all()
+    assert not v_cache[0, 0].any() and not k_cache[0, 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, tokens, heads", [(65537, 1, 1), (1, 65537, 1), (1, 2, 65537)])
+def test_more_than_a_grid_axis_holds(device, batch, tokens, heads):
+    positions = np.zeros(batch, np.int32)
+    got, want = run(BF16, batch, tokens, heads, 1, 16, 8, tokens, positions)
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < BOUND[BF16]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, half, width, threads",
+    [
+        (9, 3, 64, 32, 8, 96),  # 12 · 4 pairs of chunks and 3 · 8 chunks of v
+        (32, 8, 128, 64, 8, 256),
+        (1, 1, 7, 2, 1, 32),
+        (1, 0, 8, 4, 1, 32),
+    ],
+)
+def test_the_plan_gives_a_thread_a_chunk(heads, kv_heads, head_dim, half, width, threads):
+    chosen = rotary.plan(3, 5, heads, kv_heads, head_dim, half, BF16, width)
+    assert chosen.grid == (15, 1, 1)
+    assert chosen.block == (threads, 1, 1)
+
+
 def test_advance(device):
     lengths = to_device(np.arange(300, dtype=np.int32))
     nbk.advance(lengths, 7)
     nbk.advance(lengths, -2)
     np.testing.assert_array_equal(to_host(lengths), np.arange(300) + 5)
+
+
+def test_advance_of_one_wraps_as_int32(device):
+    lengths = to_device(np.array([2**31 - 1], np.int32))
+    nbk.advance(lengths, 1)
+    assert to_host(lengths).tolist() == [-(2**31)]
