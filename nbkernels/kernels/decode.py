@@ -8,10 +8,12 @@ heads of the KV head's group, times the query tokens, packed so that K and V are
 the splits in their order. The length of a split depends on nothing but this file, so a sequence's bits do not depend on its batch
 or on the cache's capacity.
 
-    warp:   key 0: |lane 0 … lanes-1| key 1: |lane … | …      ``lanes`` lanes a key, each with 16 bytes of it
-    steps:  ``unroll`` keys a lane group in flight, then the next ones; groups, warps and splits are merged by (max, sum, vector)
+    keys:   |   split 0   |   split 1   | … |  the last split, short  |  beyond the length: never read
+    split:  a warp takes a few keys at a time, then those ``WARPS`` times as many further on; warps merge by (max, sum, vector)
 
-Keys beyond a sequence's length are never read, whatever stands there.
+Two kernels walk a split. ``tensor_decode`` (16-bit elements at 16-byte addresses) multiplies on the tensor cores, with the keys
+as the rows of the product and eight packed query rows as its columns; its loads bring fragments straight into registers, the next
+keys while the softmax of these is worked on. ``decode`` (float32, and rows that begin anywhere) works in float32 on the lanes.
 """
 
 from functools import cache, lru_cache
@@ -28,11 +30,116 @@ from nbkernels.launch.launcher import Plan, launch
 SPLIT = 256  # keys a block: short enough that one sequence fills the card from a few thousand keys on
 WARPS = 4
 THREADS = WARPS * ptx.WARP
-IN_FLIGHT = 16  # elements of K, then of V, that a lane holds at once: more, with MAX_ROWS rows of state, would spill
-MAX_ROWS = 4  # query rows a block keeps in registers; the compiler leaves the arrays of 8 in memory
+IN_FLIGHT = (
+    16  # decode: elements of K, then of V, that a lane holds at once: more, with MAX_ROWS rows of state, would spill
+)
+MAX_ROWS = 4  # decode: query rows a block keeps in registers; the compiler leaves the arrays of 8 in memory
+STRIP = 8  # tensor_decode: query rows of a product
+STRIP_ELEMENTS = 256  # tensor_decode: strips a block · head_dim at most: the sums of 256 elements are 64 registers
+MAX_STRIPS = 4
+# ptx.prmt: the lower, or upper, 16-bit elements of two words
+LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 LOG2E = np.log2(np.e)
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
 NOTHING = np.float32(-1e38)
+
+
+@cache
+def _sight(causal, windowed):
+    """sight(token, q_len, count, window) -> (first, last): the query token sees keys first to last - 1 of a sequence's count."""
+
+    @cuda.jit(device=True, inline="always")
+    def sight(token, q_len, count, window):
+        position = int32(count - q_len + token)
+        first = int32(0)
+        last = count
+        if causal:
+            last = int32(position + int32(1))
+        if windowed:
+            first = max(int32(position - window + int32(1)), int32(0))
+        return first, last
+
+    return sight
+
+
+@cache
+def _task(rows, causal, windowed, has_lengths):
+    """task(…) -> (batch, kv_head, tile, split, count, begin, end): a block's part, of which some row sees keys begin to end - 1.
+
+    Neighbouring blocks are the row tiles of one split: where there are several, K and V come from L2 for all but one.
+    """
+    sight = _sight(causal, windowed)
+
+    @cuda.jit(device=True, inline="always")
+    def task(kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window):
+        block = uint32(cuda.blockIdx.x)
+        tile = uint32(block % row_tiles)
+        block = uint32(block // row_tiles)
+        split = uint32(block % splits)
+        block = uint32(block // splits)
+        kv_head = int64(block % kv_heads)
+        batch = int64(block // kv_heads)
+        count = kv_len
+        if has_lengths:
+            count = min(max(kv_lengths[batch], int32(0)), kv_len)
+        # the first token of the tile sees the earliest key, the last one the latest
+        first_token = int32(uint32(tile * uint32(rows)) // group)
+        last_token = min(
+            int32(uint32(uint32(tile * uint32(rows)) + uint32(rows - 1)) // group), int32(q_len - int32(1))
+        )
+        first, _ = sight(first_token, q_len, count, window)
+        _, last = sight(last_token, q_len, count, window)
+        start = int32(split * uint32(SPLIT))
+        return batch, kv_head, tile, split, count, max(start, first), min(int32(start + int32(SPLIT)), last)
+
+    return task
+
+
+@cache
+def _leave(dtype, head_dim, rows, single):
+    """leave(…): the warps' (max, sum, vector) in shared memory, merged in the warps' order and written, a thread an element.
+
+    To out where ``single``, else to the workspace, which has head_dim + 2 float32 (max, sum, vector) a query row and split.
+    """
+    _, to_storage = conversions(dtype)
+
+    @cuda.jit(device=True, inline="always")
+    def leave(
+        shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+        q_len, kv_heads, group, splits, out_batch, out_token, out_head,
+    ):  # fmt: skip
+        for r in range(rows):
+            packed = uint32(uint32(tile * uint32(rows)) + uint32(r))
+            token = int64(packed // group)
+            if token < int64(q_len):
+                head = kv_head * int64(group) + int64(packed % group)
+                largest = NOTHING
+                for w in range(WARPS):
+                    largest = ptx.fmax_nan(largest, shared_max[w, r])
+                total = float32(0.0)
+                for w in range(WARPS):
+                    total += shared_sum[w, r] * ptx.ex2(shared_max[w, r] - largest)
+                to = batch * out_batch + token * out_token + head * out_head
+                query_row = (batch * int64(q_len) + token) * (int64(kv_heads) * int64(group)) + head
+                slot = (query_row * int64(splits) + int64(split)) * int64(head_dim + 2)
+                column = uint32(cuda.threadIdx.x)
+                while column < uint32(head_dim):
+                    x = float32(0.0)
+                    for w in range(WARPS):
+                        x += shared_vector[w, r, column] * ptx.ex2(shared_max[w, r] - largest)
+                    if single:
+                        # a row that has seen nothing stays zero
+                        if total != float32(0.0):
+                            x = x / total
+                        out[to + int64(column)] = to_storage(x)
+                    else:
+                        workspace[slot + int64(2) + int64(column)] = x
+                    column = uint32(column + uint32(THREADS))
+                if not single and cuda.threadIdx.x == 0:
+                    workspace[slot] = largest
+                    workspace[slot + int64(1)] = total
+
+    return leave
 
 
 @cache
@@ -48,16 +155,16 @@ def _layout(head_dim, width):
 def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, single):
     """A split of a KV head for ``rows`` packed query rows; writes out where ``single``, else (max, sum, vector) a row and split.
 
-    grid: batch · kv_heads · row tiles · splits. Packed row r is query token r // group of query head r % group.
+    grid: batch · kv_heads · splits · row tiles. Packed row r is query token r // group of query head r % group.
     """
     load, _ = access(dtype, width)
-    _, to_storage = conversions(dtype)
+    task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
+    leave = _leave(dtype, head_dim, rows, single)
     lanes, chunks = _layout(head_dim, width)
     elements = chunks * width  # a lane's share of a head
     groups = ptx.WARP // lanes  # keys a warp takes at once
     unroll = max(1, IN_FLIGHT // elements)  # keys a lane group in flight
     step = WARPS * groups * unroll
-    partial = head_dim + 2  # float32 a row and split in the workspace: max, sum, vector
     padded = lanes * elements
     masked = head_dim != padded
     state, in_flight, score_count = rows * elements, unroll * elements, unroll * rows
@@ -103,49 +210,21 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
         keys = cuda.local.array(in_flight, float32)
         scores = cuda.local.array(score_count, float32)
 
-        block = uint32(cuda.blockIdx.x)
-        split = uint32(block % splits)
-        block = uint32(block // splits)
-        tile = uint32(block % row_tiles)
-        block = uint32(block // row_tiles)
-        kv_head = int64(block % kv_heads)
-        batch = int64(block // kv_heads)
+        batch, kv_head, tile, split, count, begin, end = task(
+            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window
+        )
+        if begin >= end and not single:
+            return
         warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         lane = ptx.lane_id()
         sub = uint32(lane % uint32(lanes))
         slot = uint32(lane // uint32(lanes))
 
-        count = kv_len
-        if has_lengths:
-            count = min(max(kv_lengths[batch], int32(0)), kv_len)
-        begin = int32(split) * int32(SPLIT)
-        end = min(begin + int32(SPLIT), count)
-
-        seen_first = end
-        seen_last = begin
         for r in range(rows):
-            packed = int32(tile) * int32(rows) + int32(r)
-            token = packed // int32(group)
-            first[r] = int32(0)
-            last[r] = int32(0)
-            if token < q_len:
-                position = count - q_len + token
-                last[r] = count
-                if causal:
-                    last[r] = position + int32(1)
-                if windowed:
-                    first[r] = max(position - window + int32(1), int32(0))
-                seen_first = min(seen_first, max(first[r], begin))
-                seen_last = max(seen_last, min(last[r], end))
-        if seen_first >= seen_last and not single:
-            return
-        begin = seen_first
-        end = seen_last
-
-        for r in range(rows):
-            packed = int32(tile) * int32(rows) + int32(r)
-            token = packed // int32(group)
-            head = kv_head * int64(group) + int64(packed % int32(group))
+            packed = uint32(uint32(tile * uint32(rows)) + uint32(r))
+            token = int32(packed // group)
+            head = kv_head * int64(group) + int64(packed % group)
+            first[r], last[r] = sight(token, q_len, count, window)
             largest[r] = NOTHING
             total[r] = float32(0.0)
             at = batch * q_batch + int64(token) * q_token + head * q_head
@@ -164,7 +243,7 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
         start = begin
         while start < end:
             for u in range(unroll):
-                key = start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot)
+                key = int32(start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot))
                 # a key past the end stands in for the last one, and is masked below: nothing past the length is read
                 row = k_at + int64(min(key, end - int32(1))) * k_token
                 for c in range(chunks):
@@ -181,7 +260,7 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                         for w in range(width):
                             keys[u * elements + c * width + w] = values[w]
             for u in range(unroll):
-                key = start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot)
+                key = int32(start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot))
                 for r in range(rows):
                     score = float32(0.0)
                     for e in range(elements):
@@ -194,7 +273,7 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                     scores[u * rows + r] = score
             # the registers of K are free: V takes them
             for u in range(unroll):
-                key = start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot)
+                key = int32(start + int32((uint32(u * WARPS) + warp) * uint32(groups) + slot))
                 row = v_at + int64(min(key, end - int32(1))) * v_token
                 for c in range(chunks):
                     column = uint32((uint32(c * lanes) + sub) * uint32(width))
@@ -223,7 +302,7 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                     total[r] += weight
                     for e in range(elements):
                         vector[r * elements + e] = ptx.fma(weight, keys[u * elements + e], vector[r * elements + e])
-            start += int32(step)
+            start = int32(start + int32(step))
 
         # the lane groups of a warp, pair by pair
         for i in range(5):
@@ -248,45 +327,248 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                         column = uint32((uint32(c * lanes) + sub) * uint32(width) + uint32(w))
                         shared_vector[warp, r, column] = vector[r * elements + c * width + w]
         cuda.syncthreads()
-
-        # the warps in their order; a thread an element
-        for r in range(rows):
-            packed = int32(tile) * int32(rows) + int32(r)
-            token = packed // int32(group)
-            if token < q_len:
-                head = kv_head * int64(group) + int64(packed % int32(group))
-                new = NOTHING
-                for w in range(WARPS):
-                    new = ptx.fmax_nan(new, shared_max[w, r])
-                whole = float32(0.0)
-                for w in range(WARPS):
-                    whole += shared_sum[w, r] * ptx.ex2(shared_max[w, r] - new)
-                to = batch * out_batch + int64(token) * out_token + head * out_head
-                query_row = (batch * int64(q_len) + int64(token)) * (int64(kv_heads) * int64(group)) + head
-                slot_at = (query_row * int64(splits) + int64(split)) * int64(partial)
-                column = uint32(cuda.threadIdx.x)
-                while column < uint32(head_dim):
-                    x = float32(0.0)
-                    for w in range(WARPS):
-                        x += shared_vector[w, r, column] * ptx.ex2(shared_max[w, r] - new)
-                    if single:
-                        if whole != float32(0.0):
-                            x = x / whole
-                        out[to + int64(column)] = to_storage(x)
-                    else:
-                        workspace[slot_at + int64(2) + int64(column)] = x
-                    column = uint32(column + uint32(THREADS))
-                if not single and cuda.threadIdx.x == 0:
-                    workspace[slot_at] = new
-                    workspace[slot_at + int64(1)] = whole
+        leave(
+            shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+            q_len, kv_heads, group, splits, out_batch, out_token, out_head,
+        )  # fmt: skip
 
     return decode
+
+
+def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths, single):
+    """As ``decode`` for 16-bit elements, STRIP · strips packed query rows a block, by products of 16 keys with 8 rows.
+
+    With lane = 4 · g + t, in the terms of ``ptx.mma``: scoresᵀ = K qᵀ has keys g and g + 8 of a tile and query rows 2t, 2t + 1 in
+    a lane; outᵀ = Vᵀ weightsᵀ has two elements of the head and the same query rows, so the softmax's factors stay in their lanes.
+    Which elements meet in a product is free as long as both sides agree, so a lane loads 16 bytes at a time:
+
+        K, q:  chunks of 32 elements; lane (g, t) loads elements 8t to 8t + 7 of key (row) g, and they serve two products
+        V:     chunks of 64 elements; lane (g, t) loads elements 8g to 8g + 7 of keys 2t, 2t + 1, 2t + 8, 2t + 9, and the
+               byte permute pairs those of two keys: element 8g + 2j is row g, and 8g + 2j + 1 row g + 8, of product j
+    """
+    bfloat16 = str(dtype) == "bfloat16"
+    product = ptx.mma_m16n8k16_bf16 if bfloat16 else ptx.mma_m16n8k16_f16
+    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
+    rows = STRIP * strips
+    task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
+    leave = _leave(dtype, head_dim, rows, single)
+    width = vector_width(dtype)
+    k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
+    # of 16 keys, that a warp takes at once: 4 KB of K and of V, less where the scores of many rows need the registers
+    tiles = max(1, (4 if strips <= 2 else 2) // k_chunks)
+    ahead = k_chunks <= 4  # V and the next keys are fetched early; the registers don't hold both of longer heads
+    step = WARPS * 16 * tiles
+    padded = v_chunks * 64 + 1  # an odd row of shared memory spreads the query rows over the banks
+    q_words, k_words, v_words = strips * k_chunks * 4, tiles * k_chunks * 8, tiles * v_chunks * 16
+    sums, score_count, columns = strips * v_chunks * 16, tiles * strips * 4, strips * 2
+
+    @cuda.jit(device=True, inline="always")
+    def load_k(words, k, at, stride, key, last_key, g, t):
+        for i in range(tiles):
+            for half in range(2):
+                # a key past the end stands in for the last one, and is masked later: nothing past the length is read
+                inside = int32(uint32(g + uint32(16 * i + 8 * half)))
+                row = at + int64(min(int32(key + inside), last_key)) * stride
+                for c in range(k_chunks):
+                    column = uint32(uint32(c * 32) + uint32(t * uint32(width)))
+                    loaded = ptx.ld_global_stream_v4(ptx.address(k, row + int64(min(column, uint32(head_dim - width)))))
+                    for w in range(4):
+                        word = loaded[w]
+                        if c * 32 + 32 > head_dim and column >= uint32(head_dim):
+                            word = uint32(0)
+                        words[((i * k_chunks + c) * 2 + half) * 4 + w] = word
+
+    @cuda.jit(device=True, inline="always")
+    def load_v(words, v, at, stride, key, last_key, g, t):
+        for i in range(tiles):
+            for n in range(4):
+                inside = int32(uint32(uint32(t * uint32(2)) + uint32(16 * i + 8 * (n // 2) + n % 2)))
+                row = at + int64(min(int32(key + inside), last_key)) * stride
+                for c in range(v_chunks):
+                    # columns past the head give sums that nobody reads
+                    column = min(uint32(uint32(c * 64) + uint32(g * uint32(width))), uint32(head_dim - width))
+                    loaded = ptx.ld_global_stream_v4(ptx.address(v, row + int64(column)))
+                    for w in range(4):
+                        words[((i * v_chunks + c) * 4 + n) * 4 + w] = loaded[w]
+
+    @kernel(launch_bounds=THREADS)
+    def tensor_decode(
+        q: ptx.pointer(dtype),
+        k: ptx.pointer(dtype),
+        v: ptx.pointer(dtype),
+        kv_lengths: ptx.pointer("int32"),
+        out: ptx.pointer(dtype),
+        workspace: ptx.pointer("float32"),
+        q_len: int32,
+        kv_len: int32,
+        kv_heads: uint32,
+        group: uint32,
+        row_tiles: uint32,
+        splits: uint32,
+        window: int32,
+        scale_log2: float32,
+        q_batch: int64,
+        q_token: int64,
+        q_head: int64,
+        k_batch: int64,
+        k_token: int64,
+        k_head: int64,
+        v_batch: int64,
+        v_token: int64,
+        v_head: int64,
+        out_batch: int64,
+        out_token: int64,
+        out_head: int64,
+    ):
+        shared_max = cuda.shared.array((WARPS, rows), float32)
+        shared_sum = cuda.shared.array((WARPS, rows), float32)
+        shared_vector = cuda.shared.array((WARPS, rows, padded), float32)
+        query = cuda.local.array(q_words, uint32)
+        keys = cuda.local.array(k_words, uint32)
+        values = cuda.local.array(v_words, uint32)
+        scores = cuda.local.array(score_count, float32)
+        vector = cuda.local.array(sums, float32)
+        largest = cuda.local.array(columns, float32)
+        total = cuda.local.array(columns, float32)
+        first = cuda.local.array(columns, int32)  # keys first to last - 1 are seen by a row
+        last = cuda.local.array(columns, int32)
+        shrink = cuda.local.array(columns, float32)
+
+        batch, kv_head, tile, split, count, begin, end = task(
+            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window
+        )
+        if begin >= end and not single:
+            return
+        warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
+        lane = ptx.lane_id()
+        g = uint32(lane >> uint32(2))
+        t = uint32(lane & uint32(3))
+        k_at = batch * k_batch + kv_head * k_head
+        v_at = batch * v_batch + kv_head * v_head
+        last_key = int32(end - int32(1))
+        start = int32(begin + int32(uint32(warp * uint32(16 * tiles))))
+        if ahead and start < end:
+            load_k(keys, k, k_at, k_token, start, last_key, g, t)
+
+        for s in range(strips):
+            packed = uint32(uint32(tile * uint32(rows)) + uint32(uint32(s * STRIP) + g))
+            token = int64(packed // group)
+            head = kv_head * int64(group) + int64(packed % group)
+            at = batch * q_batch + token * q_token + head * q_head
+            for c in range(k_chunks):
+                column = uint32(uint32(c * 32) + uint32(t * uint32(width)))
+                for w in range(4):
+                    query[(s * k_chunks + c) * 4 + w] = uint32(0)
+                if token < int64(q_len) and column < uint32(head_dim):
+                    loaded = ptx.ld_global_v4(ptx.address(q, at + int64(column)))
+                    for w in range(4):
+                        query[(s * k_chunks + c) * 4 + w] = loaded[w]
+        for n in range(columns):
+            packed = uint32(uint32(tile * uint32(rows)) + uint32(n // 2 * STRIP + n % 2))
+            token = int32(uint32(packed + uint32(t * uint32(2))) // group)
+            first[n], last[n] = sight(token, q_len, count, window)
+            largest[n] = NOTHING
+            total[n] = float32(0.0)
+        for i in range(sums):
+            vector[i] = float32(0.0)
+
+        while start < end:
+            if ahead:
+                load_v(values, v, v_at, v_token, start, last_key, g, t)
+            else:
+                load_k(keys, k, k_at, k_token, start, last_key, g, t)
+            for i in range(tiles):
+                for s in range(strips):
+                    x = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+                    for c in range(k_chunks):
+                        a = (i * k_chunks + c) * 8
+                        b = (s * k_chunks + c) * 4
+                        for w in range(0, 4, 2):
+                            x = product(
+                                keys[a + w], keys[a + w + 4], keys[a + w + 1], keys[a + w + 5],
+                                query[b + w], query[b + w + 1], x[0], x[1], x[2], x[3],
+                            )  # fmt: skip
+                    for n in range(4):
+                        key = int32(start + int32(uint32(g + uint32(16 * i + n // 2 * 8))))
+                        score = x[n] * scale_log2
+                        row = s * 2 + n % 2
+                        if key >= end or key >= last[row] or key < first[row]:
+                            score = float32(-np.inf)
+                        scores[(i * strips + s) * 4 + n] = score
+            if not ahead:
+                load_v(values, v, v_at, v_token, start, last_key, g, t)
+            elif int32(start + int32(step)) < end:
+                load_k(keys, k, k_at, k_token, int32(start + int32(step)), last_key, g, t)
+
+            for n in range(columns):
+                new = largest[n]
+                for i in range(tiles):
+                    for half in range(2):
+                        new = ptx.fmax_nan(new, scores[(i * strips + n // 2) * 4 + half * 2 + n % 2])
+                for bit in range(2, 5):
+                    new = ptx.fmax_nan(new, ptx.shfl_bfly(new, uint32(1 << bit)))
+                shrink[n] = ptx.ex2(largest[n] - new)
+                largest[n] = new
+                total[n] *= shrink[n]
+                for i in range(tiles):
+                    for half in range(2):
+                        at_score = (i * strips + n // 2) * 4 + half * 2 + n % 2
+                        scores[at_score] = ptx.ex2(scores[at_score] - new)
+                        total[n] += scores[at_score]
+            for i in range(sums):
+                vector[i] *= shrink[i // (v_chunks * 16) * 2 + i % 2]
+            for i in range(tiles):
+                for s in range(strips):
+                    of = (i * strips + s) * 4
+                    b0 = ptx.movmatrix_trans(pack(scores[of], scores[of + 1]))
+                    b1 = ptx.movmatrix_trans(pack(scores[of + 2], scores[of + 3]))
+                    for c in range(v_chunks):
+                        for j in range(4):
+                            a = (i * v_chunks + c) * 16 + j
+                            o = ((s * v_chunks + c) * 4 + j) * 4
+                            x = product(
+                                ptx.prmt(values[a], values[a + 4], uint32(LOWER_HALVES)),
+                                ptx.prmt(values[a], values[a + 4], uint32(UPPER_HALVES)),
+                                ptx.prmt(values[a + 8], values[a + 12], uint32(LOWER_HALVES)),
+                                ptx.prmt(values[a + 8], values[a + 12], uint32(UPPER_HALVES)),
+                                b0, b1, vector[o], vector[o + 1], vector[o + 2], vector[o + 3],
+                            )  # fmt: skip
+                            for n in range(4):
+                                vector[o + n] = x[n]
+            start = int32(start + int32(step))
+
+        for n in range(columns):
+            row = uint32(uint32(n // 2 * STRIP + n % 2) + uint32(t * uint32(2)))
+            for bit in range(2, 5):
+                total[n] += ptx.shfl_bfly(total[n], uint32(1 << bit))
+            if g == uint32(0):
+                shared_max[warp, row] = largest[n]
+                shared_sum[warp, row] = total[n]
+            for c in range(v_chunks):
+                for j in range(4):
+                    for odd in range(2):
+                        column = uint32(uint32(c * 64 + j * 2 + odd) + uint32(g * uint32(width)))
+                        at_sum = ((n // 2 * v_chunks + c) * 4 + j) * 4 + odd * 2 + n % 2
+                        shared_vector[warp, row, column] = vector[at_sum]
+        cuda.syncthreads()
+        leave(
+            shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+            q_len, kv_heads, group, splits, out_batch, out_token, out_head,
+        )  # fmt: skip
+
+    return tensor_decode
+
+
+def _merge_threads(head_dim):
+    """A thread an element of a head, up to 128: then two."""
+    return min(128, -(-head_dim // ptx.WARP) * ptx.WARP)
 
 
 def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
     """Combine the splits of each query row, in their order. grid: batch · q_len · heads; a thread an element."""
     _, to_storage = conversions(dtype)
-    threads = min(128, -(-head_dim // 32) * 32)
+    sight = _sight(causal, windowed)
+    threads = _merge_threads(head_dim)
     partial = head_dim + 2
 
     @kernel(launch_bounds=threads)
@@ -310,13 +592,7 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
         count = kv_len
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
-        position = count - q_len + int32(token)
-        last = count
-        if causal:
-            last = position + int32(1)
-        first = int32(0)
-        if windowed:
-            first = max(position - window + int32(1), int32(0))
+        first, last = sight(int32(token), q_len, count, window)
         # exactly the splits in which this row sees a key have been written
         begin = int64(first // int32(SPLIT))
         end = int64(0)
@@ -349,25 +625,34 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
 
 @lru_cache(maxsize=4096)
 def plan(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths):
-    """(decode, merge or None, row tiles, splits). Rows a block: a power of two that holds the packed rows, up to MAX_ROWS."""
+    """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
+
+    Rows a block: as many as the packed rows fill, up to what the registers hold: STRIP · strips of tensor_decode, where strips
+    is a power of two and strips · head_dim at most STRIP_ELEMENTS, or a power of two up to MAX_ROWS of decode.
+    """
     packed = heads // kv_heads * q_len
-    rows = 1
-    while rows < min(packed, MAX_ROWS):
-        rows *= 2
-    row_tiles = -(-packed // rows)
     splits = max(1, -(-kv_len // SPLIT))
-    blocks = batch * kv_heads * row_tiles * splits
-    if blocks > 2**31 - 1:
+    masks = (causal, windowed, has_lengths)
+    if dtype.itemsize == 2 and width > 1:
+        strips = 1
+        while 2 * strips * head_dim <= STRIP_ELEMENTS and strips * STRIP < packed and strips < MAX_STRIPS:
+            strips *= 2
+        rows = strips * STRIP
+        factory, constants = tensor_decode_kernel, (dtype, head_dim, strips, *masks, splits == 1)
+    else:
+        rows = 1
+        while rows < min(packed, MAX_ROWS):
+            rows *= 2
+        factory, constants = decode_kernel, (dtype, head_dim, width, rows, *masks, splits == 1)
+    row_tiles = -(-packed // rows)
+    blocks, query_rows = batch * kv_heads * row_tiles * splits, batch * q_len * heads
+    if max(blocks, query_rows) > 2**31 - 1:
         raise ValueError(f"{batch} sequences of {kv_len} keys and {heads} heads need more than 2^31 - 1 blocks")
-    constants = (dtype, head_dim, width, rows, causal, windowed, has_lengths, splits == 1)
-    first = Plan(decode_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1))
+    walk = Plan(factory, constants, (blocks, 1, 1), (THREADS, 1, 1))
     if splits == 1:
-        return first, None, row_tiles, splits
-    threads = min(128, -(-head_dim // 32) * 32)
-    second = Plan(
-        merge_kernel, (dtype, head_dim, causal, windowed, has_lengths), (batch * q_len * heads, 1, 1), (threads, 1, 1)
-    )
-    return first, second, row_tiles, splits
+        return walk, None, row_tiles, splits
+    merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (_merge_threads(head_dim), 1, 1))
+    return walk, merge, row_tiles, splits
 
 
 def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize):
@@ -383,11 +668,12 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     width = vector_width(q.dtype)
     if head_dim % width or not all(aligned(x, width=width) for x in (q, k, v)):
         width = 1
-    causal = causal or window is not None
+    # a lone query stands at the end: no key is later
+    causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
-    first, second, row_tiles, splits = plan(batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks)
+    walk, merge, row_tiles, splits = plan(batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks)
     workspace = None
-    if second is not None:
+    if merge is not None:
         workspace = memory.empty((batch * q_len * heads * splits * (head_dim + 2),), np.dtype(np.float32), stream)
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     # a window beyond every key hides nothing, and must not overflow
@@ -395,7 +681,7 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     strides = (s for x in (q, k, v, out) for s in x.strides[:3])
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer, workspace.pointer if workspace else 0)
     sizes = (q_len, kv_len, kv_heads, heads // kv_heads, row_tiles, splits, window, float(scale * LOG2E))
-    launch(first, (*pointers, *sizes, *strides), device, stream)
-    if second is not None:
+    launch(walk, (*pointers, *sizes, *strides), device, stream)
+    if merge is not None:
         sizes = (q_len, kv_len, heads, splits, window)
-        launch(second, (workspace.pointer, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)
+        launch(merge, (workspace.pointer, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)

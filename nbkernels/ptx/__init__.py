@@ -58,6 +58,7 @@ from nbkernels.ptx.memory import (
     ldmatrix_x2_trans,
     ldmatrix_x4,
     ldmatrix_x4_trans,
+    movmatrix_trans,
     shared_address,
     st_global,
     st_global_stream_v4,

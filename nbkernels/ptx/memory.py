@@ -247,3 +247,12 @@ def ldmatrix_x2(row_address):
 @instruction(words2(uint32), "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0, $1}, [$2];", effect="converges")
 def ldmatrix_x2_trans(row_address):
     """Two 8×8 matrices, each transposed; lanes 0 to 15 give the row addresses. sm_75 and later."""
+
+
+@instruction(uint32(uint32), "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", effect="converges")
+def movmatrix_trans(word):
+    """An 8×8 matrix of 16-bit elements, transposed in registers.
+
+    Lane l gives elements 2·(l % 4) and the next of row l / 4, and gets rows 2·(l % 4) and the next of column l / 4.
+    sm_75 and later.
+    """
