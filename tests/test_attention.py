@@ -8,6 +8,7 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.kernels import attention, decode
+from nbkernels.launch.device import Device
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -43,7 +44,11 @@ def test_lengths(device, dtype, q_len, kv_len):
 
 @pytest.mark.parametrize("q_len, kv_len", [(1, 300), (20, 40)])
 @pytest.mark.parametrize(
-    "head_dim, dtype", [(16, F16), (72, BF16), (80, F32), (80, BF16), (128, BF16), (256, BF16), (13, F16)]
+    "head_dim, dtype",
+    [
+        *((13, F16), (16, F16), (72, BF16), (80, BF16), (96, F16), (128, BF16), (192, F16), (256, BF16)),
+        *((16, F32), (72, F32), (80, F32), (128, F32), (250, F32), (256, F32)),
+    ],
 )
 def test_head_sizes(device, q_len, kv_len, head_dim, dtype):
     check(*inputs(1, q_len, kv_len, 2, 1, head_dim, dtype), causal=True)
@@ -65,7 +70,7 @@ def test_a_window_counts_the_current_token(device):
 
 
 @pytest.mark.parametrize("q_len", [1, 12])
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (9, 3), (8, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (9, 3), (8, 2), (8, 1)])
 def test_grouped_heads(device, q_len, heads, kv_heads):
     check(*inputs(2, q_len, 40, heads, kv_heads, 64, F16), causal=True)
 
@@ -91,6 +96,30 @@ def test_a_sequence_does_not_depend_on_its_batch_or_capacity(device, q_len):
         one = slice(b, b + 1)
         alone = check(q[one], k[one, : n + 3], v[one, : n + 3], lengths[one], causal=True)
         np.testing.assert_array_equal(alone[0], together[b])
+
+
+# blocks enough for more rows a thread where all sequences run together, too few alone: on an emulated and on a real device
+@pytest.mark.parametrize(
+    "dtype, batch, heads",
+    [(F32, 3, 1), (BF16, 3, 2), *(pytest.param(dtype, 40, 8, marks=pytest.mark.gpu) for dtype in (F32, BF16))],
+)
+def test_bits_do_not_depend_on_how_many_rows_a_thread_takes(device, dtype, batch, heads):
+    chosen = [prompt_plan(b, 130, heads, 64, dtype, device)[0].constants for b in (batch, 1)]
+    assert chosen[0] != chosen[1]
+    q, k, v = inputs(batch, 130, 200, heads, heads, 64, dtype)
+    lengths = np.arange(150, 150 + batch, dtype=np.int32)
+    together = check(q, k, v, lengths, window=90)
+    alone = check(q[1:2], k[1:2], v[1:2], lengths[1:2], window=90)
+    np.testing.assert_array_equal(alone[0], together[1])
+
+
+@pytest.mark.parametrize("head_dim, dtype", [(64, F16), (80, BF16), (128, BF16)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_two_strips_a_warp(head_dim, dtype, options):
+    with nbk.device("emulator", arch="sm_90a") as device:
+        chosen, _ = prompt_plan(1, 130, 4, head_dim, dtype, device)
+        assert chosen.constants[2] == 2
+        check(*inputs(1, 130, 140, 4, 2, head_dim, dtype), **options)
 
 
 @pytest.mark.parametrize("q_len", [2, 20])
@@ -122,10 +151,34 @@ def test_large_scores_in_float16(device, q_len):
     check(q, k, v)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("q_len", [1, 16])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
-def test_any_scale(device, q_len, scale):
-    check(*inputs(1, q_len, 20, 1, 1, 64, F32), scale=scale)
+def test_any_scale(device, dtype, q_len, scale):
+    check(*inputs(1, q_len, 20, 1, 1, 64, dtype), scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("growth", [0.05, 0.5, -0.5])
+def test_scores_that_grow_or_fall_along_the_keys(device, growth):
+    """By less than the slack of the kept maximum from tile to tile, by more, and with the first keys above all."""
+    q, k, v = inputs(1, 16, 200, 1, 1, 64, F16)
+    q[..., 0], k[..., 0] = 8, growth * np.arange(200)[:, None]  # adds growth a key to the scaled scores
+    check(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_nan_stays_in_its_row(device, dtype):
+    q, k, v = inputs(1, 20, 40, 1, 1, 64, dtype)
+    q[0, 3, 0, 5] = np.nan
+    got = check(q, k, v)
+    assert np.isnan(got[0, 3]).all()
+
+
+def test_nothing_to_do(device):
+    q, k, v = inputs(2, 20, 40, 2, 2, 64, BF16)
+    for part in (slice(0, 0), slice(None)):  # an empty grid must not spoil what follows
+        assert nbk.attention(*(to_device(x[part]) for x in (q, k, v))).shape == q[part].shape
+    assert not check(q, k[:, :0], v[:, :0]).any(), "no keys give zeros"
 
 
 @pytest.mark.gpu
@@ -139,3 +192,25 @@ def test_costs_count_what_must_move():
     assert decode.cost(1, 1, 1000, 8, 2, 64, 2).bytes == 2 * (2 * 1000 * 2 * 64 + 2 * 8 * 64)
     full = attention.cost(1, 128, 128, 8, 2, 64, 2, causal=False)
     assert full.flops == 4 * 8 * 128 * 128 * 64 == 2 * attention.cost(1, 128, 128, 8, 2, 64, 2, causal=True).flops
+
+
+def prompt_plan(batch, q_len, heads, head_dim, dtype, device):
+    options = {"wide": True, "negative": False, "masks": (True, False, False)}
+    return attention.plan(
+        batch, q_len, heads, head_dim, dtype, sm_count=device.sm_count, shared_limit=device.shared_bytes, **options
+    )
+
+
+def test_a_plan_fits_the_device_and_covers_the_rows():
+    small, large = (Device("made up", "", "sm_80", 100, kib * 1024) for kib in (99, 227))
+    for head_dim in range(1, 257):
+        for dtype in (F32, BF16):
+            for device in (small, large):
+                chosen, q_tiles = prompt_plan(8, 1000, 64, head_dim, dtype, device)
+                assert chosen.shared_bytes <= device.shared_bytes
+                assert chosen.grid == (8 * 64 * q_tiles, 1, 1)
+    # two strips a warp: only where two such blocks fit a multiprocessor, and there are two for each
+    strips = [prompt_plan(1, 1000, heads, 128, BF16, d)[0].constants[2] for d in (small, large) for heads in (8, 64)]
+    assert strips == [1, 1, 1, 2]
+    with pytest.raises(ValueError, match="2\\^31"):
+        prompt_plan(2**21, 2**17, 1, 64, BF16, large)

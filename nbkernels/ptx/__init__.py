@@ -70,7 +70,7 @@ from nbkernels.ptx.memory import (
     st_shared_v4,
     st_shared_v4_f32,
 )
-from nbkernels.ptx.mma import mma_m16n8k16_bf16, mma_m16n8k16_f16, mma_m16n8k32_s8
+from nbkernels.ptx.mma import mma_m16n8k16_bf16, mma_m16n8k16_f16, mma_m16n8k32_s8, mma_update
 from nbkernels.ptx.warp import (
     WARP,
     block_reductions,
@@ -79,6 +79,7 @@ from nbkernels.ptx.warp import (
     shfl_bfly_u32,
     shfl_idx,
     shfl_idx_u32,
+    warp_any,
     warp_max,
     warp_sum,
     warp_sync,

@@ -34,6 +34,15 @@ def lane_id():
     """This thread's lane, 0 to 31."""
 
 
+@instruction(
+    uint32(uint32),
+    "{ .reg .pred any, mine; setp.ne.u32 mine, $1, 0; vote.sync.any.pred any, mine, -1; selp.u32 $0, 1, 0, any; }",
+    effect="converges",
+)
+def warp_any(condition):
+    """1 where the condition is not 0 in some lane, else 0; all 32 lanes take part. Every architecture."""
+
+
 @instruction(types.void(), "bar.warp.sync -1;", effect="converges")
 def warp_sync():
     """Wait for all lanes of the warp; their writes to shared memory before it are seen by all after it."""
