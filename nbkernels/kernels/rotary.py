@@ -81,8 +81,9 @@ def rotary_append_kernel(dtype, head_dim, half, width, threads):
             first_out = cuda.local.array(width, float32)
             second_out = cuda.local.array(width, float32)
             for n in range(width):
-                first_out[n] = first[n] * c[n] - second[n] * s[n]
-                second_out[n] = second[n] * c[n] + first[n] * s[n]
+                # fused by name: the assembler may fuse a bare product and sum or not, with other bits
+                first_out[n] = ptx.fma(first[n], c[n], float32(-(second[n] * s[n])))
+                second_out[n] = ptx.fma(second[n], c[n], float32(first[n] * s[n]))
             store(target, to + i, first_out)
             store(target, to + i + int64(half), second_out)
         else:
