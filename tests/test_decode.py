@@ -1,4 +1,4 @@
-"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks over a split, and their merge."""
+"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks over a split, and the merge of the splits."""
 
 import ml_dtypes
 import numpy as np
@@ -54,7 +54,7 @@ TENSOR = [(16, F16), (64, BF16), (72, BF16), (80, F16), (128, BF16), (256, BF16)
 MULTIPLY_ADD = [(16, F32), (64, F32), (80, F32), (128, F32), (256, F32), (72, F32), (13, F16), (1, BF16)]
 
 
-@pytest.mark.parametrize("head_dim, dtype", TENSOR + MULTIPLY_ADD, ids=str)
+@pytest.mark.parametrize("head_dim, dtype", TENSOR + MULTIPLY_ADD)
 def test_head_sizes(device, head_dim, dtype):
     got = check(*inputs(8, 1, SPLIT + 40, 4, 2, head_dim, dtype), LENGTHS)
     assert not got[0].any(), "a sequence without keys gives zeros"
