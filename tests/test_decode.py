@@ -1,4 +1,4 @@
-"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks over a split, and the merge of the splits."""
+"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks of a split, and the merge."""
 
 import ml_dtypes
 import numpy as np
