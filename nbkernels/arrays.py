@@ -7,6 +7,7 @@ import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import index as as_integer
 
 import ml_dtypes
 import numpy as np
@@ -73,7 +74,13 @@ class DeviceArray:
         return True
 
     def __len__(self):
+        if not self.shape:
+            raise TypeError("a device array without axes has no length")
         return self.shape[0]
+
+    def __array__(self, dtype=None, copy=None):
+        # without this NumPy would take the array for a sequence and build one of objects, element by element
+        raise TypeError("a device array is not in host memory; copy it with nbkernels.launch.memory.to_host")
 
     def __repr__(self):
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, strides={self.strides})"
@@ -81,10 +88,11 @@ class DeviceArray:
     def __getitem__(self, index):
         """Basic indexing: integers, slices with a step of at least 1, one Ellipsis. Returns a view."""
         index = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in index:
-            at = index.index(Ellipsis)
-            filler = (slice(None),) * (self.ndim - len(index) + 1)
-            index = index[:at] + filler + index[at + 1 :]
+        for at, item in enumerate(index):
+            if item is Ellipsis:
+                filler = (slice(None),) * (self.ndim - len(index) + 1)
+                index = index[:at] + filler + index[at + 1 :]
+                break
         if len(index) > self.ndim:
             raise IndexError(f"{len(index)} indices for an array of {self.ndim} axes")
         offset, shape, strides = 0, [], []
@@ -98,7 +106,9 @@ class DeviceArray:
                 shape.append(max(0, -(-(stop - start) // step)))
                 strides.append(stride * step)
             else:
-                position = item.__index__()
+                if isinstance(item, bool) or not hasattr(item, "__index__"):
+                    raise IndexError(f"{item!r}: a device array takes integers, slices and one Ellipsis as indices")
+                position = as_integer(item)
                 if not -extent <= position < extent:
                     raise IndexError(f"index {position} is out of bounds for an axis of {extent}")
                 offset += (position % extent) * stride
@@ -107,12 +117,13 @@ class DeviceArray:
 
     def reshape(self, *shape):
         """A view of the same elements in another shape; one extent may be -1. ValueError where that would need a copy."""
-        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        if -1 in shape:
-            known = prod(extent for extent in shape if extent != -1)
-            shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in shape)
-        if prod(shape) != self.size:
-            raise ValueError(f"cannot reshape {self.shape} into {shape}")
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        shape = wanted
+        if -1 in wanted:
+            known = prod(extent for extent in wanted if extent != -1)
+            shape = tuple(self.size // max(known, 1) if extent == -1 else extent for extent in wanted)
+        if prod(shape) != self.size or wanted.count(-1) > 1 or any(extent < 0 for extent in shape):
+            raise ValueError(f"cannot reshape {self.shape} into {wanted}")
         if self.is_contiguous:
             return DeviceArray(self.pointer, shape, contiguous_strides(shape), self.dtype, self.owner)
         merged = _reshape_strides(self.shape, self.strides, shape)
@@ -204,6 +215,8 @@ class Int8Weight:
     group_size: int | None = None
 
     def __post_init__(self):
+        if len(self.values.shape) != 2:
+            raise ValueError(f"values: shape {tuple(self.values.shape)}, wanted [out, in]")
         out, columns = self.values.shape
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size: {self.group_size}, wanted a positive number of columns or None")
@@ -226,19 +239,29 @@ class Int8Weight:
 def _torch_dtype(dtype):
     """torch's dtype -> NumPy's."""
     name = str(dtype).removeprefix("torch.")
-    return bfloat16 if name == "bfloat16" else np.dtype(name)
+    if name == "bfloat16":
+        return bfloat16
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise TypeError(f"{dtype}, which NumPy does not know") from None
+
+
+_LIBRARIES = {"torch": "torch", "numpy": "numpy", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "numba": "numba"}
+
+
+@lru_cache(maxsize=256)
+def _library_of(kind):
+    """By the modules of a type and those it derives from, so that a subclass of a tensor is a tensor."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), "other")
 
 
 def library(x):
     """Which library an array comes from: "nbkernels", "numpy", "torch", "cupy", "jax", "numba" or "other"."""
     if type(x) is DeviceArray:
         return "nbkernels"
-    if isinstance(x, np.ndarray):
-        return "numpy"
-    root = type(x).__module__.partition(".")[0]
-    return {"numpy": "numpy", "torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "numba": "numba"}.get(
-        root, "other"
-    )
+    return "numpy" if type(x) is np.ndarray else _library_of(type(x))
 
 
 def is_host(x):
@@ -252,9 +275,11 @@ def is_host(x):
 
 
 def as_host_array(x):
-    """A NumPy view of a host array (bfloat16 through ml_dtypes)."""
-    if isinstance(x, np.ndarray):
+    """A NumPy view of a host array (bfloat16 through ml_dtypes). TypeError where there is none, such as of a masked array."""
+    if type(x) is np.ndarray:
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("a masked array, wanted one without a mask (x.filled(…))")
     if library(x) == "torch":
         import torch
 
@@ -266,8 +291,9 @@ def as_host_array(x):
 def as_device_array(x, stream=0):
     """Describe an array in device memory as a DeviceArray, without a copy; its producer's work is ordered before ``stream``.
 
-    Takes torch tensors (on their current stream), CuPy, JAX and Numba arrays and whatever speaks DLPack or
-    __cuda_array_interface__. TypeError for anything else.
+    Takes torch tensors, CuPy, JAX and Numba arrays and whatever speaks DLPack or __cuda_array_interface__; only for torch
+    tensors the order is left to the caller (``launch.memory.order``). TypeError for anything else, ValueError for an array
+    that lies on another GPU or is read backwards.
     """
     kind = library(x)
     if kind == "nbkernels":
@@ -275,6 +301,8 @@ def as_device_array(x, stream=0):
     if kind == "torch":
         if x.device.index:
             raise ValueError(f"a tensor on {x.device}; the first GPU (cuda:0) is the only one supported yet")
+        if x.is_neg():
+            raise ValueError("a tensor that torch negates lazily; pass x.resolve_neg()")
         return DeviceArray(x.data_ptr(), tuple(x.shape), x.stride(), _torch_dtype(x.dtype), x)
     if not hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__"):
         raise TypeError(f"{type(x).__module__}.{type(x).__name__} speaks neither DLPack nor __cuda_array_interface__")
@@ -284,6 +312,10 @@ def as_device_array(x, stream=0):
     view = StridedMemoryView.from_any_interface(x, stream_ptr=stream or 1)
     if not view.is_device_accessible:
         raise TypeError(f"{type(x).__module__}.{type(x).__name__} is not in device memory")
+    if view.device_id > 0:
+        raise ValueError(f"an array on GPU {view.device_id}; the first GPU (0) is the only one supported yet")
     shape = tuple(view.shape)
     strides = contiguous_strides(shape) if view.strides is None else tuple(view.strides)
+    if any(stride < 0 for stride in strides):
+        raise ValueError(f"strides {strides} in elements, wanted none below 0 (make a contiguous copy first)")
     return DeviceArray(view.ptr, shape, strides, np.dtype(view.dtype), (x, view))

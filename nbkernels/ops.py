@@ -17,7 +17,8 @@ import numpy as np
 
 from nbkernels import reference
 from nbkernels.arrays import FLOATS, DeviceArray, Int8Weight, as_device_array, as_host_array, is_host, library
-from nbkernels.launch.device import cuda_device, current
+from nbkernels.launch import memory
+from nbkernels.launch.device import DeviceError, cuda_device, current
 
 ACTIVATIONS = (None, "silu", "gelu")
 
@@ -25,69 +26,88 @@ ACTIVATIONS = (None, "silu", "gelu")
 class _Call:
     """The arrays of one call, described alike: NumPy arrays for the reference, else DeviceArrays for the kernels.
 
-    ``on_host`` says which. ``named`` arrays become attributes; None stays None.
+    ``on_host`` says which. ``named`` arrays become attributes; those named in ``optional`` may be None, and stay None.
     """
 
-    def __init__(self, stream, **named):
-        if type(next(iter(named.values()))) is np.ndarray and self._is_numpy_on_cpu(named.values()):
+    def __init__(self, stream, optional, **named):
+        if type(next(iter(named.values()))) is np.ndarray and self._is_numpy_on_cpu(named, optional):
             self.on_host = True
             self.__dict__.update(named)
             return
-        self.stream = stream
         self.explicit_stream = stream is not None
         given = [(name, x) for name, x in named.items() if x is not None]
+        if len(given) < len(named):
+            for name, x in named.items():
+                if x is None and name not in optional:
+                    raise TypeError(f"{name}: None, wanted an array")
         self.first = given[0][1]
         self.copied = None
-        kinds = {type(x) for _, x in given}
-        if kinds == {DeviceArray}:
+        self.device = current()
+        if {type(x) for _, x in given} == {DeviceArray}:
             self.on_host = False
-            self.device = current()
             if self.device.kind == "cpu":
                 self.device = cuda_device()
+            if getattr(self.first.owner, "emulated", False) != (self.device.kind == "emulator"):
+                raise TypeError(f"{given[0][0]}: made on another device than {self.device.name}, which is in force")
+            self.stream = self._handle(stream)
             self.__dict__.update(named)
         else:
-            self._describe(named, given)
-        if not self.on_host:
-            if self.stream is None:
-                from nbkernels.launch.memory import current_stream
-
-                self.stream = current_stream(self.first)
-            elif type(stream) is not int:
-                from nbkernels.launch.memory import stream_handle
-
-                self.stream = stream_handle(stream)
+            self._describe(stream, named, given)
 
     @staticmethod
-    def _is_numpy_on_cpu(arrays):
+    def _is_numpy_on_cpu(named, optional):
         """The reference's own case, told quickly: a small model on the CPU makes hundreds of calls a token."""
-        return all(x is None or type(x) is np.ndarray for x in arrays) and current().kind == "cpu"
+        for name, x in named.items():
+            if type(x) is not np.ndarray and not (x is None and name in optional):
+                return False
+        return current().kind == "cpu"
 
-    def _describe(self, named, given):
+    def _handle(self, stream):
+        """The stream of this call: the caller's, else that of the first array's library."""
+        return memory.current_stream(self.first) if stream is None else memory.stream_handle(stream)
+
+    def _describe(self, stream, named, given):
         for name, x in given:
             if isinstance(x, (list, tuple, int, float)) or not hasattr(x, "shape"):
                 raise TypeError(f"{name}: {type(x).__name__}, wanted an array")
+            if library(x) == "other" and not hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__"):
+                kind = f"{type(x).__module__}.{type(x).__name__}"
+                raise TypeError(f"{name}: {kind}, which speaks neither DLPack nor __cuda_array_interface__")
         host = [is_host(x) for _, x in given]
         if any(host) and not all(host):
             names = ", ".join(f"{n} ({'host' if h else 'device'})" for (n, _), h in zip(given, host, strict=True))
             raise TypeError(f"arrays in host and in device memory in one call: {names}")
-        self.device = current()
         self.on_host = all(host) and self.device.kind == "cpu"
         self.copied = all(host) and not self.on_host
-        if not all(host) and self.device.kind == "cpu":
-            self.device = cuda_device()
-        for name, x in named.items():
-            if x is not None:
-                if all(host):
-                    x = as_host_array(x)
-                    if self.copied:
-                        from nbkernels.launch.memory import to_device
+        if not all(host):
+            if self.device.kind == "emulator":
+                raise TypeError(f"{given[0][0]}: in a GPU's memory, wanted arrays of the emulator, which is in force")
+            if self.device.kind == "cpu":
+                self.device = cuda_device()
+        self.stream = None if self.on_host else self._handle(stream)
+        self.__dict__.update(named)
+        for name, x in given:
+            try:
+                setattr(self, name, self._describe_one(x))
+            except DeviceError:
+                raise
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            # what torch and DLPack raise for what they cannot give
+            except (TypeError, BufferError, RuntimeError) as error:
+                raise TypeError(f"{name}: {error}") from error
 
-                        x = to_device(x)
-                else:
-                    from nbkernels.launch.memory import stream_handle
-
-                    x = as_device_array(x, 0 if self.stream is None else stream_handle(self.stream))
-            setattr(self, name, x)
+    def _describe_one(self, x):
+        """A NumPy view of a host array, its copy on the device, or a DeviceArray whose producer is ordered before this call."""
+        if self.on_host:
+            return as_host_array(x)
+        if self.copied:
+            with memory.use_stream(self.stream):
+                return memory.to_device(as_host_array(x))
+        described = as_device_array(x, self.stream)
+        if library(x) == "torch":
+            memory.order(memory.current_stream(x), self.stream)
+        return described
 
     def result(self, shape, dtype, out=None, name="out"):
         """A DeviceArray to write into: that of ``out`` (checked), or a new array of the first array's kind."""
@@ -96,6 +116,8 @@ class _Call:
             _check_shape(name, described, shape)
             if described.dtype != dtype:
                 raise TypeError(f"{name}: {described.dtype}, wanted {dtype}")
+            if library(out) == "jax" and not self.copied:
+                raise TypeError(f"{name}: a JAX array, which must not be written to")
             self.returned = out
             return described
         kind = library(self.first)
@@ -111,20 +133,18 @@ class _Call:
 
             self.returned = cupy.empty(shape, dtype)
         else:
-            from nbkernels.launch.memory import empty
-
-            self.returned = empty(shape, dtype, self.stream)
-        return as_device_array(self.returned)
+            self.returned = memory.empty(shape, dtype, self.stream)
+        return as_device_array(self.returned, self.stream)
 
     def hand_out(self, array, returned):
         """The result in the caller's kind. array: the DeviceArray written; returned: the object ``result`` made or took."""
         if self.copied:
-            from nbkernels.launch.memory import to_host
-
-            return _to_host_kind(to_host(array), self.first, None if returned is array else returned)
+            with memory.use_stream(self.stream):
+                values = memory.to_host(array)
+            return _to_host_kind(values, self.first, None if returned is array else returned)
         if returned is not array or library(self.first) == "nbkernels":
             return returned
-        return _from_device_array(array, self.first)
+        return _from_device_array(array, self.first, self.stream)
 
 
 def _to_host_kind(values, first, out):
@@ -145,22 +165,20 @@ def _to_host_kind(values, first, out):
     return values
 
 
-def _from_device_array(array, first):
-    """A DeviceArray of ours -> the kind of ``first``, sharing the memory."""
+def _from_device_array(array, first, stream):
+    """A DeviceArray of ours, written on a stream handle -> the kind of ``first``, sharing the memory."""
     kind = library(first)
+    if kind not in ("jax", "numba"):
+        return array
+    # they read on streams of their own, and know nothing of ours
+    memory.wait_for(stream)
     if kind == "jax":
         import jax.dlpack
 
-        # JAX reads on its own stream, and knows nothing of ours
-        from nbkernels.launch.memory import synchronize
-
-        synchronize()
         return jax.dlpack.from_dlpack(array)
-    if kind == "numba":
-        from numba import cuda
+    from numba import cuda
 
-        return cuda.as_cuda_array(array)
-    return array
+    return cuda.as_cuda_array(array)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------
@@ -179,6 +197,13 @@ def _check_float(**arrays):
         elif x.dtype != dtype:
             raise TypeError(f"{name}: {x.dtype}, wanted {dtype} as {first}")
     return dtype
+
+
+def _as_dtype(dtype):
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype: {dtype!r}, wanted a NumPy dtype") from None
 
 
 def _check_dtype(dtype, **arrays):
@@ -220,6 +245,8 @@ def _check_overlap(out, *, same=(), other=()):
     """``out`` may be one of ``same`` element for element; sharing memory otherwise is refused. Pairs (name, array)."""
     if out is None or out.size == 0:
         return
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+        raise ValueError(f"out: strides {out.strides} in elements; several elements lie at one place")
     low, high = _span(out)
     for allowed, pairs in ((True, same), (False, other)):
         for name, x in pairs:
@@ -251,6 +278,25 @@ def _share_an_element(a, b):
         return np.shares_memory(*views, max_work=10**5)
     except np.exceptions.TooHardError:
         return True
+
+
+def _check_writable(**arrays):
+    """Host arrays only: those that are written to. JAX's are views that may not be."""
+    for name, x in arrays.items():
+        if x is not None and not x.flags.writeable:
+            raise ValueError(f"{name}: a read-only array, wanted one that may be written to")
+
+
+def _check_no_jax(**arrays):
+    """Device arrays as the caller gave them: those that are written to."""
+    for name, x in arrays.items():
+        if type(x) is not DeviceArray and library(x) == "jax":
+            raise TypeError(f"{name}: a JAX array, which must not be written to")
+
+
+def _check_integer(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: {type(value).__name__}, wanted an integer")
 
 
 def _check_number(name, value, *, positive=False, least=None):
@@ -311,7 +357,7 @@ def softmax(x, *, scale=1.0, out=None, stream=None):
 
     A row of -inf is NaN, and a NaN in a row makes it NaN.
     """
-    call = _Call(stream, x=x, out=out)
+    call = _Call(stream, ("out",), x=x, out=out)
     dtype = _check_float(x=call.x)
     _check_rows("x", call.x)
     _check_number("scale", scale)
@@ -343,7 +389,9 @@ def rms_norm(x, weight=None, *, residual=None, eps=1e-6, out=None, stream=None):
 
 
 def _norm(name, x, weight, bias, residual, eps, out, stream):
-    call = _Call(stream, x=x, weight=weight, bias=bias, residual=residual, out=out)
+    call = _Call(
+        stream, ("weight", "bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out
+    )
     dtype = _check_float(x=call.x, residual=call.residual)
     _check_rows("x", call.x)
     columns = call.x.shape[-1]
@@ -388,7 +436,7 @@ def _norm(name, x, weight, bias, residual, eps, out, stream):
 
 def gelu(x, *, approximate="tanh", out=None, stream=None):
     """x·Phi(x), Phi the normal distribution function: by its tanh form, or exactly with approximate="none". out may be x."""
-    call = _Call(stream, x=x, out=out)
+    call = _Call(stream, ("out",), x=x, out=out)
     dtype = _check_float(x=call.x)
     _check_choice("approximate", approximate, ("tanh", "none"))
     if call.on_host:
@@ -409,7 +457,7 @@ def silu_mul(gate, up, *, out=None, stream=None):
 
     out may be gate or up.
     """
-    call = _Call(stream, gate=gate, up=up, out=out)
+    call = _Call(stream, ("out",), gate=gate, up=up, out=out)
     dtype = _check_float(gate=call.gate, up=call.up)
     _check_shape("up", call.up, call.gate.shape)
     if call.on_host:
@@ -426,10 +474,11 @@ def silu_mul(gate, up, *, out=None, stream=None):
 
 
 def _check_out(call, shape, dtype):
-    """Host results: ``out`` has the right shape and dtype."""
+    """Host results: ``out`` has the right shape and dtype and may be written."""
     _check_shape("out", call.out, shape)
     if call.out is not None and call.out.dtype != dtype:
         raise TypeError(f"out: {call.out.dtype}, wanted {dtype}")
+    _check_writable(out=call.out)
 
 
 def _finish_host(values, first, out):
@@ -446,7 +495,7 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, st
 
     activation: None, "silu" or "gelu" (tanh form). out may be residual.
     """
-    call = _Call(stream, x=x, weight=weight, bias=bias, residual=residual, out=out)
+    call = _Call(stream, ("bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)
     shape = _check_matmul(call, call.weight, activation)
     if call.on_host:
@@ -460,7 +509,8 @@ def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, out=Non
     """``matmul`` with an Int8Weight of [out, in], dequantised on the way: sums in float32, the result in x's dtype."""
     if not isinstance(weight, Int8Weight):
         raise TypeError(f"weight: {type(weight).__name__}, wanted an Int8Weight (see quantize_int8)")
-    call = _Call(stream, x=x, values=weight.values, scales=weight.scales, bias=bias, residual=residual, out=out)
+    parts = {"values": weight.values, "scales": weight.scales}
+    call = _Call(stream, ("bias", "residual", "out"), x=x, **parts, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, bias=call.bias, residual=call.residual)
     _check_dtype(np.int8, **{"weight.values": call.values})
     _check_dtype(np.float32, **{"weight.scales": call.scales})
@@ -525,7 +575,7 @@ def quantize_int8(weight, *, group_size=None, stream=None):
     weight [out, in] float; group_size: columns a scale (the last group may be short), None for one scale a row
     -> Int8Weight with values int8 [out, in] and scales float32 [out, groups] of the weight's kind.
     """
-    call = _Call(stream, weight=weight)
+    call = _Call(stream, (), weight=weight)
     _check_float(weight=call.weight)
     _check_axes("weight", call.weight, ("out", "in"))
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer))):
@@ -557,17 +607,17 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
     """
     quantised = isinstance(table, Int8Weight)
     parts = {"values": table.values, "scales": table.scales} if quantised else {"table": table}
-    call = _Call(stream, ids=ids, **parts, out=out)
+    call = _Call(stream, ("out",), ids=ids, **parts, out=out)
     _check_dtype(np.int32, ids=call.ids)
     if quantised:
         _check_dtype(np.int8, **{"table.values": call.values})
         _check_dtype(np.float32, **{"table.scales": call.scales})
         described = Int8Weight(call.values, call.scales, table.group_size)
-        dtype = np.dtype(np.float32 if dtype is None else dtype)
+        dtype = _as_dtype(np.float32 if dtype is None else dtype)
     else:
         described = call.table
         own = _check_float(table=described)
-        dtype = own if dtype is None else np.dtype(dtype)
+        dtype = own if dtype is None else _as_dtype(dtype)
         if dtype != own:
             raise TypeError(f"dtype: {dtype}, wanted {own} as table")
     if dtype not in FLOATS:
@@ -606,8 +656,9 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     of the cache or the table writes nothing on the device, and raises ValueError on the CPU.
     """
     call = _Call(
-        stream, q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache, out=out
-    )
+        stream, ("out",),
+        q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache, out=out,
+    )  # fmt: skip
     dtype = _check_float(q=call.q, k=call.k, v=call.v, k_cache=call.k_cache, v_cache=call.v_cache)
     _check_dtype(np.float32, cos=call.cos, sin=call.sin)
     _check_dtype(np.int32, positions=call.positions)
@@ -627,6 +678,7 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     _check_shape("v_cache", call.v_cache, call.k_cache.shape)
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
+        _check_writable(k_cache=call.k_cache, v_cache=call.v_cache)
         value = reference.rotary_append(
             call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache
         )
@@ -637,8 +689,13 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     )  # fmt: skip
     if call.copied:
         raise TypeError("k_cache: host arrays are not written through a GPU; pass device arrays")
+    _check_no_jax(k_cache=k_cache, v_cache=v_cache)
     y = call.result(call.q.shape, dtype, out)
-    _check_overlap(call.out, same=[("q", call.q)], other=[("k", call.k), ("v", call.v)])
+    _check_overlap(
+        call.out,
+        same=[("q", call.q)],
+        other=[("k", call.k), ("v", call.v), ("k_cache", call.k_cache), ("v_cache", call.v_cache)],
+    )
     if y.size or call.k.size:
         _kernels("rotary").run(
             call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache, y,
@@ -655,7 +712,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
     stands at position n - q_len + i: causal hides later keys; window (at least 1) keeps the last ``window`` keys up to and
     with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim).
     """
-    call = _Call(stream, q=q, k=k, v=v, kv_lengths=kv_lengths, out=out)
+    call = _Call(stream, ("kv_lengths", "out"), q=q, k=k, v=v, kv_lengths=kv_lengths, out=out)
     dtype = _check_float(q=call.q, k=call.k, v=call.v)
     _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
     _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
@@ -694,14 +751,17 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
 
 def advance(lengths, tokens, *, stream=None):
     """lengths += tokens, in place and without a host round trip. lengths int32 [batch]."""
-    call = _Call(stream, lengths=lengths)
+    call = _Call(stream, (), lengths=lengths)
     _check_dtype(np.int32, lengths=call.lengths)
     _check_axes("lengths", call.lengths, ("batch",))
+    _check_integer("tokens", tokens)
     if call.on_host:
+        _check_writable(lengths=call.lengths)
         reference.advance(call.lengths, tokens)
         return
     if call.copied:
         raise TypeError("lengths: a host array is not written through a GPU; pass a device array")
+    _check_no_jax(lengths=lengths)
     _check_contiguous_last(lengths=call.lengths)
     if call.lengths.size:
         _kernels("advance").run(call.lengths, int(tokens), call.device, call.stream)
@@ -712,7 +772,7 @@ def advance(lengths, tokens, *, stream=None):
 
 def argmax(x, *, out=None, stream=None):
     """The first index of the largest element over the last axis, a NaN counting as largest. x [..., columns] -> int32 [...]."""
-    call = _Call(stream, x=x, out=out)
+    call = _Call(stream, ("out",), x=x, out=out)
     _check_float(x=call.x)
     _check_rows("x", call.x)
     shape = call.x.shape[:-1]
@@ -756,7 +816,7 @@ def sample(
     share of the probability; min_p in [0, 1]: those at least min_p as likely as the likeliest. The draw depends on seed
     (0 to 2^64 - 1), step (int32 [1]; default 0), row and token alone: the same on every device.
     """
-    call = _Call(stream, logits=logits, seen=seen, step=step, out=out)
+    call = _Call(stream, ("seen", "step", "out"), logits=logits, seen=seen, step=step, out=out)
     _check_float(logits=call.logits)
     _check_axes("logits", call.logits, ("rows", "vocab"))
     rows, vocab = call.logits.shape
@@ -773,6 +833,7 @@ def sample(
             if not (0 < value <= 1 if name == "top_p" else 0 <= value <= 1):
                 raise ValueError(f"{name}: {value}, wanted {'(0, 1]' if name == 'top_p' else '[0, 1]'}")
     _check_number("repetition_penalty", repetition_penalty, positive=True)
+    _check_integer("seed", seed)
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: {seed}, wanted 0 to 2^64 - 1")
     _check_dtype(np.uint8, seen=call.seen)
@@ -790,9 +851,17 @@ def sample(
     dtype = np.dtype(np.int32)
     if call.on_host:
         _check_out(call, (rows,), dtype)
+        _check_writable(seen=call.seen)
         return _finish_host(reference.sample(call.logits, seen=call.seen, step=call.step, **options), logits, out)
     _check_contiguous_last(logits=call.logits, seen=call.seen, out=call.out)
+    if call.copied:
+        _check_writable(seen=None if seen is None else as_host_array(seen))
+    else:
+        _check_no_jax(seen=seen)
     y = call.result((rows,), dtype, out)
     if rows:
         _kernels("sampling").run(call.logits, call.seen, call.step, y, options, call.device, call.stream)
+    if call.copied and seen is not None:
+        with memory.use_stream(call.stream):
+            as_host_array(seen)[...] = memory.to_host(call.seen)
     return call.hand_out(y, call.returned)

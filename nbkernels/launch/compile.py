@@ -146,7 +146,10 @@ def _source_digest(module_name):
 
 @cache
 def _versions():
-    wanted = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12")
+    wanted = (
+        *("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink"),
+        *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+    )
     found = {}
     for name in wanted:
         try:

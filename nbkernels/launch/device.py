@@ -112,9 +112,10 @@ def _find_cuda_device():
     driver_version = _driver_version()
     toolkit_version = _toolkit_version()
     if driver_version[0] < toolkit_version[0]:
+        other = ", or pip install 'nbkernels[cu12]'" if driver_version[0] == 12 else ""
         raise DeviceError(
             f"the NVIDIA driver supports CUDA {driver_version[0]}.{driver_version[1]}, but the installed wheels are for "
-            f"CUDA {toolkit_version[0]}: update the driver, or pip install 'nbkernels[cu{driver_version[0]}]'"
+            f"CUDA {toolkit_version[0]}: update the driver{other}, or use device='cpu'"
         )
     from cuda.core import Device as CoreDevice
 

@@ -23,6 +23,7 @@ class _Block:
     """Owns a piece of the emulator's memory and gives it back when it is collected."""
 
     __slots__ = ("pointer",)
+    emulated = True  # an address of the emulator's own: on a GPU it would be anybody's
 
     def __init__(self, nbytes):
         # tracked: a kernel that reads what nothing wrote is told

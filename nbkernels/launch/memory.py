@@ -21,7 +21,7 @@ _stream = ContextVar("nbkernels_stream", default=0)
 def current_stream(x=None):
     """The handle of the stream on which work for array x belongs: its library's current stream, or ours."""
     kind = library(x)
-    if kind == "torch":
+    if kind == "torch" and x.is_cuda:
         import torch
 
         # the raw handle: building torch's Stream object costs more than the launch
@@ -228,12 +228,26 @@ def to_host(array):
     return np.ascontiguousarray(np.lib.stride_tricks.as_strided(flat, array.shape, strides))
 
 
-def synchronize():
-    """Wait for all work on the current stream."""
-    if current().kind == "cuda":
-        from cuda.bindings import driver
+def order(before, after):
+    """Let work to come on one stream handle wait for what is on another now; the host does not wait."""
+    if before == after:
+        return
+    from cuda.bindings import driver
 
-        check(driver.cuStreamSynchronize(_stream.get()))
+    event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))[0]
+    try:
+        check(driver.cuEventRecord(event, before))
+        check(driver.cuStreamWaitEvent(after, event, 0))
+    finally:
+        # the driver keeps what it still needs of it
+        driver.cuEventDestroy(event)
+
+
+def wait_for(stream):
+    """Wait on the host for all work on a stream handle of the GPU."""
+    from cuda.bindings import driver
+
+    check(driver.cuStreamSynchronize(stream))
 
 
 def used_bytes():
