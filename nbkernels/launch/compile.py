@@ -88,7 +88,24 @@ def _translate(factory, constants, arch):
         text = translate(False)
     # the entry gets the function's own name, in place of a mangled one that holds its types
     mangled = re.search(r"\.entry\s+(\w+)\(", text).group(1)
-    return text.replace(mangled, source.function.__name__)
+    text = text.replace(mangled, source.function.__name__)
+    return _with_maps_by_value(text, source)
+
+
+def _with_maps_by_value(text, source):
+    """Tensor map parameters become 128 bytes by value, and the kernel works with their address.
+
+    NVVM knows them as 64-bit integers. Passed by value, a map needs no memory of its own, and a graph keeps a copy.
+    """
+    for number, parameter in enumerate(source.parameters):
+        if str(parameter) != "tensor_map":
+            continue
+        name = f"{source.function.__name__}_param_{number}"
+        text = re.sub(rf"\.param\s+\.u64\s+{name}\b", f".param .align 64 .b8 {name}[128]", text)
+        text = re.sub(
+            rf"ld\.param\.[bu]64\s+(%\w+), \[{name}\];", rf"mov.b64 \1, {name};\n\tcvta.param.u64 \1, \1;", text
+        )
+    return text
 
 
 def _labels_stand(text):

@@ -11,6 +11,7 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, contiguous_strides
 from nbkernels.emulator import Emulator
 from nbkernels.launch.compile import ptx
+from nbkernels.launch.tensor_map import TensorMap
 
 
 @lru_cache(maxsize=1)
@@ -71,6 +72,7 @@ def launch_emulated(plan, arguments, device):
     """Run a plan to its end; EmulatorError names what a kernel did wrong."""
     text = ptx(plan.factory, plan.constants, device.arch)
     done = _counted.get()
+    arguments = [a.data if type(a) is TensorMap else a for a in arguments]
     report = emulator().launch(
         text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes, count=done is not None
     )

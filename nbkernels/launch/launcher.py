@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 
 from nbkernels.launch.compile import cubin
 from nbkernels.launch.device import DeviceError
+from nbkernels.launch.tensor_map import TensorMap
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def load(factory, constants, arch):
 
 
 def launch(plan, arguments, device, stream=0):
-    """Launch ``plan`` on ``device`` with arguments (addresses and integers as int, float32 as float) on a stream handle.
+    """Launch ``plan`` on ``device`` on a stream handle, with arguments: addresses and integers as int, float32 as float, TensorMap.
 
     Returns at once. DeviceError where the driver refuses.
     """
@@ -112,6 +113,8 @@ def launch(plan, arguments, device, stream=0):
         for i, argument in enumerate(arguments):
             if type(argument) is float:
                 floats[2 * i] = argument
+            elif type(argument) is TensorMap:
+                kernel.pointers[i] = argument.host_address
             else:
                 # a negative int32 in two's complement has the right low half
                 values[i] = argument & 0xFFFFFFFFFFFFFFFF
