@@ -12,6 +12,7 @@ from nbkernels.launch import memory
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SPLIT = decode.SPLIT
+pytestmark = pytest.mark.emulate_one_in(3)
 # a sequence without keys, one key, the edges of a product's 16 keys, and both sides of a split's end
 LENGTHS = np.array([0, 1, 33, SPLIT, SPLIT + 1, 15, 16, 17], np.int32)
 

@@ -10,6 +10,7 @@ from nbkernels import reference
 from nbkernels.kernels import rotary
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+pytestmark = pytest.mark.emulate_one_in(2)
 
 
 def tables(positions, half):

@@ -6,7 +6,8 @@ Split-KV decoding (Dao et al. 2023, "Flash-Decoding") with the online softmax of
 sequence are cut into splits of a fixed length, a block takes one split of one KV head for up to ``rows`` query rows (the query
 heads of the KV head's group, times the query tokens, packed so that K and V are read once for them), and a second kernel merges
 the splits in their order. The length of a split depends on nothing but this file, so a sequence's bits do not depend on its batch
-or on the cache's capacity.
+or on the cache's capacity. For that, products are added by a named fma: the assembler may fuse a bare product and sum in one
+variant of a kernel and not in another.
 
     keys:   |   split 0   |   split 1   | … |  the last split, short  |  beyond the length: never read
     split:  a warp takes a few keys at a time, then those ``WARPS`` times as many further on; warps merge by (max, sum, vector)
@@ -30,13 +31,14 @@ from nbkernels.launch.launcher import Plan, launch
 SPLIT = 256  # keys a block: short enough that one sequence fills the card from a few thousand keys on
 WARPS = 4
 THREADS = WARPS * ptx.WARP
-IN_FLIGHT = (
-    16  # decode: elements of K, then of V, that a lane holds at once: more, with MAX_ROWS rows of state, would spill
-)
+# decode: elements of K, then of V, that a lane holds at once; more would spill beside the state of MAX_ROWS rows
+IN_FLIGHT = 16
 MAX_ROWS = 4  # decode: query rows a block keeps in registers; the compiler leaves the arrays of 8 in memory
 STRIP = 8  # tensor_decode: query rows of a product
 STRIP_ELEMENTS = 256  # tensor_decode: strips a block · head_dim at most: the sums of 256 elements are 64 registers
 MAX_STRIPS = 4
+MERGE_WARPS = 8  # merge: a thread an element of the longest head
+MERGE_UNROLL = 4  # merge: splits a warp has in flight
 # ptx.prmt: the lower, or upper, 16-bit elements of two words
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 LOG2E = np.log2(np.e)
@@ -99,13 +101,13 @@ def _task(rows, causal, windowed, has_lengths):
 def _leave(dtype, head_dim, rows, single):
     """leave(…): the warps' (max, sum, vector) in shared memory, merged in the warps' order and written, a thread an element.
 
-    To out where ``single``, else to the workspace, which has head_dim + 2 float32 (max, sum, vector) a query row and split.
+    To out where ``single``, else to vectors [query rows, splits, head_dim] and weights [query rows, splits, 2] (max, sum).
     """
     _, to_storage = conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def leave(
-        shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+        shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
         q_len, kv_heads, group, splits, out_batch, out_token, out_head,
     ):  # fmt: skip
         for r in range(rows):
@@ -118,26 +120,26 @@ def _leave(dtype, head_dim, rows, single):
                     largest = ptx.fmax_nan(largest, shared_max[w, r])
                 total = float32(0.0)
                 for w in range(WARPS):
-                    total += shared_sum[w, r] * ptx.ex2(shared_max[w, r] - largest)
+                    total = ptx.fma(shared_sum[w, r], ptx.ex2(shared_max[w, r] - largest), total)
                 to = batch * out_batch + token * out_token + head * out_head
                 query_row = (batch * int64(q_len) + token) * (int64(kv_heads) * int64(group)) + head
-                slot = (query_row * int64(splits) + int64(split)) * int64(head_dim + 2)
+                slot = query_row * int64(splits) + int64(split)
                 column = uint32(cuda.threadIdx.x)
                 while column < uint32(head_dim):
                     x = float32(0.0)
                     for w in range(WARPS):
-                        x += shared_vector[w, r, column] * ptx.ex2(shared_max[w, r] - largest)
+                        x = ptx.fma(shared_vector[w, r, column], ptx.ex2(shared_max[w, r] - largest), x)
                     if single:
                         # a row that has seen nothing stays zero
                         if total != float32(0.0):
                             x = x / total
                         out[to + int64(column)] = to_storage(x)
                     else:
-                        workspace[slot + int64(2) + int64(column)] = x
+                        vectors[slot * int64(head_dim) + int64(column)] = x
                     column = uint32(column + uint32(THREADS))
                 if not single and cuda.threadIdx.x == 0:
-                    workspace[slot] = largest
-                    workspace[slot + int64(1)] = total
+                    weights[slot * int64(2)] = largest
+                    weights[slot * int64(2) + int64(1)] = total
 
     return leave
 
@@ -176,7 +178,8 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
         v: ptx.pointer(dtype),
         kv_lengths: ptx.pointer("int32"),
         out: ptx.pointer(dtype),
-        workspace: ptx.pointer("float32"),
+        vectors: ptx.pointer("float32"),
+        weights: ptx.pointer("float32"),
         q_len: int32,
         kv_len: int32,
         kv_heads: uint32,
@@ -294,14 +297,15 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                     new = ptx.fmax_nan(new, scores[u * rows + r])
                 shrink = ptx.ex2(largest[r] - new)
                 largest[r] = new
-                total[r] *= shrink
+                added = float32(0.0)
                 for e in range(elements):
                     vector[r * elements + e] *= shrink
                 for u in range(unroll):
                     weight = ptx.ex2(scores[u * rows + r] - new)
-                    total[r] += weight
+                    added += weight
                     for e in range(elements):
                         vector[r * elements + e] = ptx.fma(weight, keys[u * elements + e], vector[r * elements + e])
+                total[r] = ptx.fma(total[r], shrink, added)
             start = int32(start + int32(step))
 
         # the lane groups of a warp, pair by pair
@@ -312,10 +316,10 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                     new = ptx.fmax_nan(largest[r], other)
                     mine = ptx.ex2(largest[r] - new)
                     theirs = ptx.ex2(other - new)
-                    total[r] = total[r] * mine + ptx.shfl_bfly(total[r], uint32(1 << i)) * theirs
+                    total[r] = ptx.fma(total[r], mine, float32(ptx.shfl_bfly(total[r], uint32(1 << i)) * theirs))
                     for e in range(elements):
                         x = vector[r * elements + e]
-                        vector[r * elements + e] = x * mine + ptx.shfl_bfly(x, uint32(1 << i)) * theirs
+                        vector[r * elements + e] = ptx.fma(x, mine, float32(ptx.shfl_bfly(x, uint32(1 << i)) * theirs))
                     largest[r] = new
         if slot == uint32(0):
             for r in range(rows):
@@ -328,7 +332,7 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                         shared_vector[warp, r, column] = vector[r * elements + c * width + w]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
             q_len, kv_heads, group, splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
@@ -398,7 +402,8 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
         v: ptx.pointer(dtype),
         kv_lengths: ptx.pointer("int32"),
         out: ptx.pointer(dtype),
-        workspace: ptx.pointer("float32"),
+        vectors: ptx.pointer("float32"),
+        weights: ptx.pointer("float32"),
         q_len: int32,
         kv_len: int32,
         kv_heads: uint32,
@@ -509,12 +514,13 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
                     new = ptx.fmax_nan(new, ptx.shfl_bfly(new, uint32(1 << bit)))
                 shrink[n] = ptx.ex2(largest[n] - new)
                 largest[n] = new
-                total[n] *= shrink[n]
+                added = float32(0.0)
                 for i in range(tiles):
                     for half in range(2):
                         at_score = (i * strips + n // 2) * 4 + half * 2 + n % 2
                         scores[at_score] = ptx.ex2(scores[at_score] - new)
-                        total[n] += scores[at_score]
+                        added += scores[at_score]
+                total[n] = ptx.fma(total[n], shrink[n], added)
             for i in range(sums):
                 vector[i] *= shrink[i // (v_chunks * 16) * 2 + i % 2]
             for i in range(tiles):
@@ -552,31 +558,33 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
                         shared_vector[warp, row, column] = vector[at_sum]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, workspace, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
             q_len, kv_heads, group, splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return tensor_decode
 
 
-def _merge_threads(head_dim):
-    """A thread an element of a head, up to 128: then two."""
-    return min(128, -(-head_dim // ptx.WARP) * ptx.WARP)
-
-
 def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
-    """Combine the splits of each query row, in their order. grid: batch · q_len · heads; a thread an element."""
+    """Combine the splits of a query row. grid: batch · q_len · heads; warp w takes every MERGE_WARPS-th split from the w-th on.
+
+    Each lane has ``width`` elements of a head in each of ``chunks``; the warps' sums are added in the warps' order.
+    """
     _, to_storage = conversions(dtype)
     sight = _sight(causal, windowed)
-    threads = _merge_threads(head_dim)
-    partial = head_dim + 2
+    width = 4 if head_dim % 4 == 0 else 1
+    load, _ = access(np.dtype(np.float32), width)
+    chunks = -(-head_dim // (width * ptx.WARP))
+    elements, padded = chunks * width, chunks * width * ptx.WARP
+    threads = MERGE_WARPS * ptx.WARP
 
     @kernel(launch_bounds=threads)
     def merge(
-        workspace: ptx.pointer("float32"),
+        vectors: ptx.pointer("float32"),
+        weights: ptx.pointer("float32"),
         kv_lengths: ptx.pointer("int32"),
         out: ptx.pointer(dtype),
-        q_len: int32,
+        q_len: uint32,
         kv_len: int32,
         heads: uint32,
         splits: int64,
@@ -585,40 +593,71 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
         out_token: int64,
         out_head: int64,
     ):
-        row = int64(cuda.blockIdx.x)
-        head = row % int64(heads)
-        token = (row // int64(heads)) % int64(q_len)
-        batch = row // (int64(heads) * int64(q_len))
+        shared_total = cuda.shared.array(MERGE_WARPS, float32)
+        shared_vector = cuda.shared.array((MERGE_WARPS, padded), float32)
+        vector = cuda.local.array(elements, float32)
+        row = uint32(cuda.blockIdx.x)
+        head = int64(row % heads)
+        token = uint32(uint32(row // heads) % q_len)
+        batch = int64(uint32(row // heads) // q_len)
+        warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
+        lane = ptx.lane_id()
         count = kv_len
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
-        first, last = sight(int32(token), q_len, count, window)
+        first, last = sight(int32(token), int32(q_len), count, window)
         # exactly the splits in which this row sees a key have been written
-        begin = int64(first // int32(SPLIT))
-        end = int64(0)
+        begin = int32(first // int32(SPLIT))
+        end = begin
         if last > first:
-            end = int64((last + int32(SPLIT - 1)) // int32(SPLIT))
-        base = row * splits * int64(partial)
-        new = NOTHING
-        s = begin
+            end = int32((last + int32(SPLIT - 1)) // int32(SPLIT))
+        slots = int64(row) * splits
+
+        largest = NOTHING
+        s = int32(begin + int32(lane))
         while s < end:
-            new = ptx.fmax_nan(new, workspace[base + s * int64(partial)])
-            s += int64(1)
-        column = int64(cuda.threadIdx.x)
-        while column < int64(head_dim):
+            largest = ptx.fmax(largest, weights[(slots + int64(s)) * int64(2)])
+            s = int32(s + int32(ptx.WARP))
+        largest = ptx.warp_max(largest)
+
+        total = float32(0.0)
+        for e in range(elements):
+            vector[e] = float32(0.0)
+        s = int32(begin + int32(warp))
+        while s < end:
+            for u in range(MERGE_UNROLL):
+                # past the end the first of these stands in, with no weight: its loads go out together with the others'
+                split = int32(s + int32(u * MERGE_WARPS))
+                inside = split < end
+                slot = slots + int64(split if inside else s)
+                factor = ptx.ex2(weights[slot * int64(2)] - largest) if inside else float32(0.0)
+                total = ptx.fma(weights[slot * int64(2) + int64(1)], factor, total)
+                for c in range(chunks):
+                    column = uint32((uint32(c * ptx.WARP) + lane) * uint32(width))
+                    if column < uint32(head_dim):
+                        values = load(vectors, slot * int64(head_dim) + int64(column))
+                        for w in range(width):
+                            vector[c * width + w] = ptx.fma(values[w], factor, vector[c * width + w])
+            s = int32(s + int32(MERGE_UNROLL * MERGE_WARPS))
+
+        if lane == uint32(0):
+            shared_total[warp] = total
+        for c in range(chunks):
+            for w in range(width):
+                column = uint32((uint32(c * ptx.WARP) + lane) * uint32(width) + uint32(w))
+                shared_vector[warp, column] = vector[c * width + w]
+        cuda.syncthreads()
+        column = uint32(cuda.threadIdx.x)
+        if column < uint32(head_dim):
+            total = float32(0.0)
             x = float32(0.0)
-            whole = float32(0.0)
-            s = begin
-            while s < end:
-                at = base + s * int64(partial)
-                weight = ptx.ex2(workspace[at] - new)
-                whole += workspace[at + int64(1)] * weight
-                x += workspace[at + int64(2) + column] * weight
-                s += int64(1)
-            if whole != float32(0.0):
-                x = x / whole
-            out[batch * out_batch + token * out_token + head * out_head + column] = to_storage(x)
-            column += int64(threads)
+            for w in range(MERGE_WARPS):
+                total += shared_total[w]
+                x += shared_vector[w, column]
+            # a row that sees nothing stays zero
+            if total != float32(0.0):
+                x = x / total
+            out[batch * out_batch + int64(token) * out_token + head * out_head + int64(column)] = to_storage(x)
 
     return merge
 
@@ -651,7 +690,7 @@ def plan(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, 
     walk = Plan(factory, constants, (blocks, 1, 1), (THREADS, 1, 1))
     if splits == 1:
         return walk, None, row_tiles, splits
-    merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (_merge_threads(head_dim), 1, 1))
+    merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
     return walk, merge, row_tiles, splits
 
 
@@ -672,16 +711,19 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
     walk, merge, row_tiles, splits = plan(batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks)
-    workspace = None
+    vectors = weights = None
     if merge is not None:
-        workspace = memory.empty((batch * q_len * heads * splits * (head_dim + 2),), np.dtype(np.float32), stream)
+        partials = batch * q_len * heads * splits
+        workspace = memory.empty((partials * (head_dim + 2),), np.dtype(np.float32), stream)
+        vectors, weights = workspace[: partials * head_dim], workspace[partials * head_dim :]
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     # a window beyond every key hides nothing, and must not overflow
     window = 0 if window is None else min(window, kv_len + q_len)
     strides = (s for x in (q, k, v, out) for s in x.strides[:3])
-    pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer, workspace.pointer if workspace else 0)
+    pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
+    partial = (0, 0) if merge is None else (vectors.pointer, weights.pointer)
     sizes = (q_len, kv_len, kv_heads, heads // kv_heads, row_tiles, splits, window, float(scale * LOG2E))
-    launch(walk, (*pointers, *sizes, *strides), device, stream)
+    launch(walk, (*pointers, *partial, *sizes, *strides), device, stream)
     if merge is not None:
         sizes = (q_len, kv_len, heads, splits, window)
-        launch(merge, (workspace.pointer, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)
+        launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)

@@ -92,7 +92,7 @@ def load(factory, constants, arch):
 
 
 def launch(plan, arguments, device, stream=0):
-    """Launch ``plan`` on ``device`` on a stream handle, with arguments: addresses and integers as int, float32 as float, TensorMap.
+    """Launch ``plan`` on ``device`` on a stream handle, with arguments: addresses and integers as int, floats, TensorMaps.
 
     Returns at once. DeviceError where the driver refuses.
     """

@@ -16,7 +16,7 @@ void = types.void
 
 @instruction(void(uint32, uint32), "mbarrier.init.shared.b64 [$0], $1;", effect="writes")
 def mbarrier_init(barrier, arrivals):
-    """Make an mbarrier that ``arrivals`` arrivals end a phase of. One thread does; then ``fence_mbarrier_init``, a block barrier."""
+    """Make an mbarrier that ``arrivals`` arrivals end a phase of. One thread does; then ``fence_mbarrier_init`` and a barrier."""
 
 
 @instruction(void(), "fence.mbarrier_init.release.cluster;", effect="writes")
