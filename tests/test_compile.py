@@ -97,3 +97,29 @@ def test_two_processes_at_once(tmp_path):
 def test_a_branch_to_a_dropped_label_is_seen():
     assert compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_1;\n")
     assert not compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_2;\n")
+
+
+def test_python_is_lowered_once_for_all_architectures(folder, monkeypatch):
+    first = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
+
+    def never(*_):
+        raise AssertionError("lowered again")
+
+    monkeypatch.setattr(compiling, "_lower", never)
+    second = compiling.ptx(FACTORY, CONSTANTS, "sm_90a")
+    assert first.replace("sm_80", "sm_90a") == second
+
+
+def test_a_kernel_compiles_without_line_information(folder, monkeypatch):
+    with_lines = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
+    compiling.ptx.cache_clear()
+    for path in folder.glob("*.ptx"):
+        path.unlink()
+    monkeypatch.setattr(compiling, "_labels_stand", lambda text: ".loc" not in text)
+    without = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
+    assert ".loc" not in without
+
+    def instructions(text):
+        return [line.strip() for line in text.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
+
+    assert instructions(without) == instructions(with_lines)

@@ -1,22 +1,25 @@
-"""A kernel factory and its constants become PTX, then a cubin that is kept on disk.
+"""A kernel factory and its constants become LLVM IR, PTX, then a cubin; each is kept on disk.
 
 A factory is a function of compile-time constants that returns a function decorated with ``kernel``. Nothing here needs a
 GPU or a driver: ``ptx`` and ``cubin`` work for any named architecture.
 """
 
 import ast
+import gc
 import hashlib
 import inspect
+import json
 import os
 import re
 import tempfile
+import zlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from nbkernels.launch.device import parse_arch
+from nbkernels.launch.device import OLDEST_ARCH, parse_arch
 
 
 @dataclass(frozen=True)
@@ -63,44 +66,78 @@ def ptx(factory, constants, arch):
 
 
 def _translate(factory, constants, arch):
-    if announce is not None:
-        announce(factory.__name__)
-    from numba import cuda, types
+    """LLVM IR -> PTX, through NVVM."""
+    from numba.cuda.cudadrv import nvrtc, nvvm
 
-    source = factory(*constants)
+    lowered = _lowered(factory, constants)
+    target = nvrtc.get_arch_option(*parse_arch(arch))
 
-    def translate(lineinfo):
-        return cuda.compile_ptx(
-            source.function,
-            types.void(*source.parameters),
-            cc=parse_arch(arch),
-            fastmath=source.fastmath,
-            launch_bounds=source.launch_bounds,
-            lineinfo=lineinfo,
-        )[0]
+    def translate(ir):
+        text = nvvm.compile_ir(ir, arch=target, opt=3, fastmath=lowered["fastmath"])
+        return text.decode().strip("\0").strip()
 
     # NVVM 13 fails on some sound programs when it has to keep line information: it refuses them, or drops a label
     try:
-        text = translate(True)
+        text = translate(lowered["ir"])
     except Exception:
-        text = translate(False)  # an error of the kernel itself is raised here again
+        text = translate(_without_lines(lowered["ir"]))  # an error of the kernel itself is raised here again
     if not _labels_stand(text):
-        text = translate(False)
+        text = translate(_without_lines(lowered["ir"]))
     # the entry gets the function's own name, in place of a mangled one that holds its types
-    mangled = re.search(r"\.entry\s+(\w+)\(", text).group(1)
-    text = text.replace(mangled, source.function.__name__)
-    return _with_maps_by_value(text, source)
+    name = lowered["name"]
+    return _with_maps_by_value(text.replace(entry_name(text), name), name, lowered["maps"])
 
 
-def _with_maps_by_value(text, source):
-    """Tensor map parameters become 128 bytes by value, and the kernel works with their address.
+def _lowered(factory, constants):
+    """The kernel in LLVM IR, which no architecture is named in: kept, since the way there takes 90% of a compilation."""
+    kept = _kept(factory, constants, "any", "ll", lambda: zlib.compress(json.dumps(_lower(factory, constants)).encode(), 1))
+    return json.loads(zlib.decompress(kept))
+
+
+def _lower(factory, constants):
+    """Python -> LLVM IR, through Numba."""
+    if announce is not None:
+        announce(factory.__name__)
+    from numba import types
+    from numba.cuda import compiler
+
+    source = factory(*constants)
+    # a million objects are made and few of them die: looking for circles among them takes a seventh of the time
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with compiler.global_compiler_lock:
+            library, _ = compiler._compile_pyfunc_with_fixup(
+                source.function,
+                types.void(*source.parameters),
+                device=False,
+                abi="numba",
+                fastmath=source.fastmath,
+                lineinfo=True,
+                cc=OLDEST_ARCH,
+                launch_bounds=source.launch_bounds,
+            )
+            ir = library.llvm_strs
+    finally:
+        if collecting:
+            gc.enable()
+    maps = [number for number, parameter in enumerate(source.parameters) if str(parameter) == "tensor_map"]
+    return {"name": source.function.__name__, "fastmath": source.fastmath, "maps": maps, "ir": ir}
+
+
+def _without_lines(modules):
+    """LLVM IR whose instructions don't say which line they come from."""
+    said = re.compile(r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n|^!llvm\.dbg\.cu = .*\n| ?,? !dbg !\d+", re.MULTILINE)
+    return [said.sub("", text) for text in modules]
+
+
+def _with_maps_by_value(text, kernel_name, maps):
+    """Tensor map parameters (by number) become 128 bytes by value, and the kernel works with their address.
 
     NVVM knows them as 64-bit integers. Passed by value, a map needs no memory of its own, and a graph keeps a copy.
     """
-    for number, parameter in enumerate(source.parameters):
-        if str(parameter) != "tensor_map":
-            continue
-        name = f"{source.function.__name__}_param_{number}"
+    for number in maps:
+        name = f"{kernel_name}_param_{number}"
         text = re.sub(rf"\.param\s+\.u64\s+{name}\b", f".param .align 64 .b8 {name}[128]", text)
         text = re.sub(
             rf"ld\.param\.[bu]64\s+(%\w+), \[{name}\];", rf"mov.b64 \1, {name};\n\tcvta.param.u64 \1, \1;", text
