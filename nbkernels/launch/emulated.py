@@ -56,6 +56,7 @@ def mark_written(array):
 
 
 _counted = ContextVar("nbkernels_counted", default=None)
+_observed = ContextVar("nbkernels_observed", default=None)
 
 
 @contextmanager
@@ -68,10 +69,22 @@ def counted():
         _counted.reset(token)
 
 
+@contextmanager
+def observed():
+    """Yields a list that fills with the Plan of each launch inside."""
+    token = _observed.set([])
+    try:
+        yield _observed.get()
+    finally:
+        _observed.reset(token)
+
+
 def launch_emulated(plan, arguments, device):
     """Run a plan to its end; EmulatorError names what a kernel did wrong."""
     text = ptx(plan.factory, plan.constants, device.arch)
-    done = _counted.get()
+    done, seen = _counted.get(), _observed.get()
+    if seen is not None:
+        seen.append(plan)
     arguments = [a.data if type(a) is TensorMap else a for a in arguments]
     report = emulator().launch(
         text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes, count=done is not None

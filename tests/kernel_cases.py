@@ -1,0 +1,260 @@
+"""A few small calls for every kernel in the package, each with what it should give: for tests that go over all kernels.
+
+``CASES``: name -> Case. ``call()`` runs on the device in force and returns NumPy arrays; ``want()`` gives the same from the
+reference in float64 (integers exactly). What is not written is NaN in the result, since outputs are poisoned.
+"""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+from compare import BOUND, poisoned, random, relative_error, to_device, to_host
+
+import nbkernels as nbk
+from nbkernels import reference
+from nbkernels.arrays import Int8Weight
+
+F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+# float32 results of approximate functions, whose error is 2^-22 or so; a 16-bit result then seldom rounds the other way
+APPROXIMATE = {F32: 1e-6, F16: 1e-4, BF16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """call() -> arrays; want() -> float64 or integer arrays; bound: of ‖call - want‖ / ‖want‖, 0 for equal.
+
+    gpu_bound: the same between the emulator and the GPU.
+    """
+
+    call: object
+    want: object
+    bound: float
+    gpu_bound: float
+
+    def error(self, found):
+        """The largest relative error of what ``call`` returned; 0 or inf where it must be equal."""
+        errors = []
+        for got, want in zip(found, self.want(), strict=True):
+            if self.bound == 0 or np.issubdtype(got.dtype, np.integer):
+                errors.append(0.0 if np.array_equal(got, want) else np.inf)
+            else:
+                errors.append(relative_error(got, want))
+        return max(errors)
+
+
+CASES = {}
+
+
+def case(name, bound, gpu_bound, want):
+    """Enter the decorated function as the call of a case."""
+
+    def decorate(call):
+        CASES[name] = Case(call, want, bound, gpu_bound)
+        return call
+
+    return decorate
+
+
+def wide(*arrays):
+    return [np.asarray(x, np.float64) for x in arrays]
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def rows(name, operation, dtype, shape, inputs=1, **options):
+    """An operation on ``inputs`` arrays [rows, columns]; weights and biases are options with a shape of (columns,)."""
+
+    def arrays():
+        given = [random(shape, dtype, seed) for seed in range(inputs)]
+        vectors = {k: 1 + random((shape[1],), v, 9) for k, v in options.items() if isinstance(v, np.dtype)}
+        if options.get("residual") is True:
+            vectors["residual"] = random(shape, dtype, 8)
+        rest = {k: v for k, v in options.items() if k not in vectors}
+        return given, vectors, rest
+
+    def call():
+        given, vectors, rest = arrays()
+        on_device = {k: to_device(v) for k, v in vectors.items()}
+        out = poisoned(shape, dtype)
+        result = getattr(nbk, operation)(*map(to_device, given), **on_device, **rest, out=out)
+        return [to_host(r) for r in (result if isinstance(result, tuple) else (result,))]
+
+    def want():
+        given, vectors, rest = arrays()
+        result = getattr(reference, operation)(*wide(*given), **{k: wide(v)[0] for k, v in vectors.items()}, **rest)
+        return list(result) if isinstance(result, tuple) else [result]
+
+    CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
+
+
+rows("softmax float32", "softmax", F32, (5, 700))
+rows("softmax bfloat16, block", "softmax", BF16, (3, 5000), scale=3.0)
+rows("softmax float16, short rows", "softmax", F16, (37, 7))
+rows("softmax float32, tiled", "softmax", F32, (2, 16389))
+rows("layer_norm float32", "layer_norm", F32, (5, 700), weight=F32, bias=F32)
+rows("layer_norm bfloat16, residual", "layer_norm", BF16, (3, 2056), weight=BF16, bias=BF16, residual=True)
+rows("layer_norm float16, tiled", "layer_norm", F16, (2, 16389), weight=F16)
+rows("rms_norm float16", "rms_norm", F16, (5, 700), weight=F16)
+rows("rms_norm float32, residual", "rms_norm", F32, (3, 2052), weight=F32, residual=True)
+rows("rms_norm bfloat16, tiled", "rms_norm", BF16, (2, 16389), residual=True)
+rows("gelu float32", "gelu", F32, (5, 701))
+rows("silu_mul bfloat16", "silu_mul", BF16, (3, 96), inputs=2)
+
+
+# ---- products -----------------------------------------------------------------------------------------------------------
+
+
+def product(name, dtype, m, k, n, group_size="dense", gpu_bound=0.0, **epilogue):
+    def arrays():
+        x, weight = random((m, k), dtype, 0), random((n, k), dtype if group_size == "dense" else F32, 1)
+        rest = dict(epilogue)
+        outs = n // 2 if rest.get("activation") == "silu_mul" else n
+        if rest.pop("bias", False):
+            rest["bias"] = random((n,), dtype, 2)
+        if rest.pop("residual", False):
+            rest["residual"] = random((m, outs), dtype, 3)
+        if group_size != "dense":
+            weight = reference.quantize_int8(weight, group_size=group_size)
+        return x, weight, rest
+
+    def call():
+        x, weight, rest = arrays()
+        rest = {key: to_device(v) if isinstance(v, np.ndarray) else v for key, v in rest.items()}
+        if group_size == "dense":
+            return [to_host(nbk.matmul(to_device(x), to_device(weight), out=poisoned((m, n), dtype), **rest))]
+        on_device = Int8Weight(to_device(weight.values), to_device(weight.scales), weight.group_size)
+        return [to_host(nbk.int8_matmul(to_device(x), on_device, out=poisoned((m, n), dtype), **rest))]
+
+    def want():
+        x, weight, rest = arrays()
+        rest = {key: wide(v)[0] if isinstance(v, np.ndarray) else v for key, v in rest.items()}
+        if group_size != "dense":
+            weight = reference.dequantize_int8(weight, np.float64)
+        return [reference.matmul(*wide(x, weight), **rest)]
+
+    CASES[name] = Case(call, want, BOUND[dtype], gpu_bound)
+
+
+product("matmul float32, few rows", F32, 3, 200, 50, bias=True)
+product("matmul float32, many rows", F32, 40, 200, 70, residual=True)
+product("matmul bfloat16, few rows", BF16, 3, 264, 72, residual=True, gpu_bound=APPROXIMATE[BF16])
+product("matmul float16, many rows", F16, 70, 328, 80, bias=True, gpu_bound=APPROXIMATE[F16])
+product("matmul bfloat16, odd", BF16, 70, 75, 33, gpu_bound=APPROXIMATE[BF16])
+product("int8_matmul float32, few rows", F32, 3, 200, 50, 32, activation="silu", gpu_bound=APPROXIMATE[F32])
+product("int8_matmul float32, many rows", F32, 40, 200, 70, None)
+product("int8_matmul bfloat16, few rows", BF16, 2, 256, 80, 32, gpu_bound=APPROXIMATE[BF16])
+product("int8_matmul bfloat16, few rows, a scale a row", BF16, 9, 256, 80, None, bias=True, gpu_bound=APPROXIMATE[BF16])
+product("int8_matmul bfloat16, groups", BF16, 70, 256, 80, 32, residual=True, gpu_bound=APPROXIMATE[BF16])
+product("int8_matmul float16, a scale a row", F16, 70, 256, 80, None, bias=True, gpu_bound=APPROXIMATE[F16])
+
+
+def _quantised():
+    return reference.quantize_int8(random((33, 200), F32, 1), group_size=32)
+
+
+@case("quantize_int8", 0, 0, lambda: [_quantised().values, _quantised().scales])
+def quantised():
+    weight = nbk.quantize_int8(to_device(random((33, 200), F32, 1)), group_size=32)
+    return [to_host(weight.values), to_host(weight.scales)]
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------------
+
+
+def attended(name, dtype, q_len, kv_len, head_dim=64, heads=4, kv_heads=2, batch=1, lengths=None, **options):
+    def arrays():
+        q = random((batch, q_len, heads, head_dim), dtype, 0)
+        return q, *(random((batch, kv_len, kv_heads, head_dim), dtype, seed) for seed in (1, 2))
+
+    def extra(place):
+        return {**options, "kv_lengths": place(np.array(lengths, np.int32))} if lengths is not None else options
+
+    def call():
+        out = poisoned((batch, q_len, heads, head_dim), dtype)
+        return [to_host(nbk.attention(*map(to_device, arrays()), out=out, **extra(to_device)))]
+
+    def want():
+        return [reference.attention(*wide(*arrays()), **extra(lambda x: x))]
+
+    CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
+
+
+attended("attention float32", F32, 20, 90, causal=True)
+attended("attention bfloat16", BF16, 70, 300, causal=True)
+attended("attention float16, lengths and window", F16, 33, 150, batch=2, lengths=[150, 40], causal=True, window=24)
+attended("attention bfloat16, head size 128", BF16, 130, 140, head_dim=128, heads=2, kv_heads=1)
+attended("decode float32", F32, 2, 300, causal=True)
+attended("decode bfloat16", BF16, 1, 300, causal=True)
+attended("decode float16, one split", F16, 3, 200, batch=2, lengths=[200, 5], causal=True)
+attended("decode bfloat16, head size 128, lengths", BF16, 1, 700, head_dim=128, batch=2, lengths=[700, 260])
+
+
+def _rotary_arrays():
+    fused = random((2, 3, 8, 64), F32, 5)
+    angles = np.outer(np.arange(9), np.linspace(1, 0.1, 32))
+    caches = [random((2, 9, 2, 64), F32, seed) for seed in (6, 7)]
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return (fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]), (*tables, np.array([0, 5], np.int32)), caches
+
+
+def _rotary_wanted():
+    parts, tables, caches = _rotary_arrays()
+    caches = wide(*caches)
+    q = reference.rotary_append(*wide(*parts), *tables, *caches)
+    return [q, *caches]
+
+
+@case("rotary_append", BOUND[F32], 0, _rotary_wanted)
+def rotated():
+    parts, tables, caches = _rotary_arrays()
+    on_device = [to_device(c) for c in caches]
+    out = poisoned((2, 3, 4, 64), F32)
+    nbk.rotary_append(*(to_device(np.ascontiguousarray(p)) for p in parts), *map(to_device, tables), *on_device, out=out)
+    return [to_host(out), *map(to_host, on_device)]
+
+
+# ---- tokens -------------------------------------------------------------------------------------------------------------
+
+_IDS = np.array([3, 1, 4, 0], np.int32)
+
+
+@case("embedding", 0, 0, lambda: [random((5, 70), BF16, 0)[_IDS]])
+def embedded():
+    table = to_device(random((5, 70), BF16, 0))
+    return [to_host(nbk.embedding(to_device(_IDS), table, out=poisoned((4, 70), BF16)))]
+
+
+@case("embedding, int8", BOUND[F32], 0, lambda: [reference.dequantize_int8(_quantised(), np.float64)[_IDS]])
+def embedded_int8():
+    weight = _quantised()
+    table = Int8Weight(to_device(weight.values), to_device(weight.scales), weight.group_size)
+    return [to_host(nbk.embedding(to_device(_IDS), table, out=poisoned((4, 200), F32)))]
+
+
+@case("argmax", 0, 0, lambda: [np.argmax(random((5, 700), BF16, 0).astype(np.float32), axis=-1)])
+def largest():
+    return [to_host(nbk.argmax(to_device(random((5, 700), BF16, 0)), out=poisoned((5,), np.int32)))]
+
+
+@case("advance", 0, 0, lambda: [np.array([5, 9, 2], np.int32)])
+def advanced():
+    lengths = to_device(np.array([3, 7, 0], np.int32))
+    nbk.advance(lengths, 2)
+    return [to_host(lengths)]
+
+
+def sampled(name, **options):
+    def draw(place, choose):
+        logits, step = 3 * random((4, 900), F32, 0), np.array([7], np.int32)
+        seen = (random((4, 900), F32, 1) > 1).astype(np.uint8) if "repetition_penalty" in options else None
+        marked = place(seen) if seen is not None else None
+        chosen = choose(place(logits), step=place(step), **({"seen": marked} if seen is not None else {}), **options)
+        return [to_host(chosen)] if seen is None else [to_host(chosen), to_host(marked)]
+
+    CASES[name] = Case(lambda: draw(to_device, nbk.sample), lambda: draw(lambda x: x, reference.sample), 0, 0)
+
+
+sampled("sample", temperature=0.9, top_k=50, top_p=0.9, seed=3)
+sampled("sample, min_p and a penalty", temperature=1.3, min_p=0.02, repetition_penalty=1.7, seed=4)
+sampled("sample, greedy with a penalty", temperature=0.0, repetition_penalty=3.0)
