@@ -62,11 +62,11 @@ def wide(*arrays):
 # ---- rows ---------------------------------------------------------------------------------------------------------------
 
 
-def rows(name, operation, dtype, shape, inputs=1, **options):
-    """An operation on ``inputs`` arrays [rows, columns]; weights and biases are options with a shape of (columns,)."""
+def rows(name, operation, dtype, shape, inputs=1, shift=0.0, **options):
+    """An operation on ``inputs`` arrays [rows, columns] around ``shift``; weights and biases are options: their dtype."""
 
     def arrays():
-        given = [random(shape, dtype, seed) for seed in range(inputs)]
+        given = [(random(shape, F32, seed) + np.float32(shift)).astype(dtype) for seed in range(inputs)]
         vectors = {k: 1 + random((shape[1],), v, 9) for k, v in options.items() if isinstance(v, np.dtype)}
         if options.get("residual") is True:
             vectors["residual"] = random(shape, dtype, 8)
@@ -89,9 +89,10 @@ def rows(name, operation, dtype, shape, inputs=1, **options):
 
 
 rows("softmax float32", "softmax", F32, (5, 700))
-rows("softmax bfloat16, block", "softmax", BF16, (3, 5000), scale=3.0)
+# far below zero: what is taken from beyond a row's end shows
+rows("softmax bfloat16, block", "softmax", BF16, (3, 5000), shift=-100.0, scale=3.0)
 rows("softmax float16, short rows", "softmax", F16, (37, 7))
-rows("softmax float32, tiled", "softmax", F32, (2, 16389))
+rows("softmax float32, tiled", "softmax", F32, (2, 16389), shift=-100.0)
 rows("layer_norm float32", "layer_norm", F32, (5, 700), weight=F32, bias=F32)
 rows("layer_norm bfloat16, residual", "layer_norm", BF16, (3, 2056), weight=BF16, bias=BF16, residual=True)
 rows("layer_norm float16, tiled", "layer_norm", F16, (2, 16389), weight=F16)
@@ -153,10 +154,14 @@ def _quantised():
     return reference.quantize_int8(random((33, 200), F32, 1), group_size=32)
 
 
-@case("quantize_int8", 0, 0, lambda: [_quantised().values, _quantised().scales])
+def _quantised_both_ways(quantize, place):
+    both = [quantize(place(random((33, 200), F32, 1)), group_size=size) for size in (32, None)]
+    return [to_host(part) for weight in both for part in (weight.values, weight.scales)]
+
+
+@case("quantize_int8", 0, 0, lambda: _quantised_both_ways(reference.quantize_int8, lambda x: x))
 def quantised():
-    weight = nbk.quantize_int8(to_device(random((33, 200), F32, 1)), group_size=32)
-    return [to_host(weight.values), to_host(weight.scales)]
+    return _quantised_both_ways(nbk.quantize_int8, to_device)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------------
@@ -181,36 +186,47 @@ def attended(name, dtype, q_len, kv_len, head_dim=64, heads=4, kv_heads=2, batch
 
 
 attended("attention float32", F32, 20, 90, causal=True)
-attended("attention bfloat16", BF16, 70, 300, causal=True)
+attended("attention float32, every key", F32, 20, 90)
+# a scale of 1: weights grow by more than 2^8 on the way, so that sums must be scaled
+attended("attention bfloat16", BF16, 70, 300, causal=True, scale=1.0)
 attended("attention float16, lengths and window", F16, 33, 150, batch=2, lengths=[150, 40], causal=True, window=24)
 attended("attention bfloat16, head size 128", BF16, 130, 140, head_dim=128, heads=2, kv_heads=1)
 attended("decode float32", F32, 2, 300, causal=True)
 attended("decode bfloat16", BF16, 1, 300, causal=True)
+# a window that begins within a tile of keys
+attended("decode float16, window", F16, 1, 600, causal=True, window=277)
 attended("decode float16, one split", F16, 3, 200, batch=2, lengths=[200, 5], causal=True)
 attended("decode bfloat16, head size 128, lengths", BF16, 1, 700, head_dim=128, batch=2, lengths=[700, 260])
 
 
-def _rotary_arrays():
+_POSITIONS = 9
+
+
+def _rotary_arrays(positions=_POSITIONS):
+    """The second sequence's last token lies behind the tables and the caches."""
     fused = random((2, 3, 8, 64), F32, 5)
-    angles = np.outer(np.arange(9), np.linspace(1, 0.1, 32))
-    caches = [random((2, 9, 2, 64), F32, seed) for seed in (6, 7)]
+    angles = np.outer(np.arange(positions), np.linspace(1, 0.1, 32))
+    caches = [random((2, 10, 2, 64), F32, seed)[:, :positions] for seed in (6, 7)]
     tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    return (fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]), (*tables, np.array([0, 5], np.int32)), caches
+    return (fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]), (*tables, np.array([0, 7], np.int32)), caches
 
 
 def _rotary_wanted():
-    parts, tables, caches = _rotary_arrays()
+    parts, tables, caches = _rotary_arrays(_POSITIONS + 1)
     caches = wide(*caches)
     q = reference.rotary_append(*wide(*parts), *tables, *caches)
-    return [q, *caches]
+    q[1, 2] = 0  # the reference refuses such a token: it has one position more here
+    return [q, *(c[:, :_POSITIONS] for c in caches)]
 
 
 @case("rotary_append", BOUND[F32], 0, _rotary_wanted)
 def rotated():
     parts, tables, caches = _rotary_arrays()
-    on_device = [to_device(c) for c in caches]
+    on_device = [to_device(np.ascontiguousarray(c)) for c in caches]
     out = poisoned((2, 3, 4, 64), F32)
-    nbk.rotary_append(*(to_device(np.ascontiguousarray(p)) for p in parts), *map(to_device, tables), *on_device, out=out)
+    nbk.rotary_append(
+        *(to_device(np.ascontiguousarray(p)) for p in parts), *map(to_device, tables), *on_device, out=out
+    )
     return [to_host(out), *map(to_host, on_device)]
 
 
@@ -232,9 +248,9 @@ def embedded_int8():
     return [to_host(nbk.embedding(to_device(_IDS), table, out=poisoned((4, 200), F32)))]
 
 
-@case("argmax", 0, 0, lambda: [np.argmax(random((5, 700), BF16, 0).astype(np.float32), axis=-1)])
+@case("argmax", 0, 0, lambda: [np.argmax(random((5, 4000), BF16, 0).astype(np.float32), axis=-1)])
 def largest():
-    return [to_host(nbk.argmax(to_device(random((5, 700), BF16, 0)), out=poisoned((5,), np.int32)))]
+    return [to_host(nbk.argmax(to_device(random((5, 4000), BF16, 0)), out=poisoned((5,), np.int32)))]
 
 
 @case("advance", 0, 0, lambda: [np.array([5, 9, 2], np.int32)])
@@ -246,8 +262,8 @@ def advanced():
 
 def sampled(name, **options):
     def draw(place, choose):
-        logits, step = 3 * random((4, 900), F32, 0), np.array([7], np.int32)
-        seen = (random((4, 900), F32, 1) > 1).astype(np.uint8) if "repetition_penalty" in options else None
+        logits, step = 3 * random((12, 900), F32, 0), np.array([7], np.int32)
+        seen = (random((12, 900), F32, 1) > 1).astype(np.uint8) if "repetition_penalty" in options else None
         marked = place(seen) if seen is not None else None
         chosen = choose(place(logits), step=place(step), **({"seen": marked} if seen is not None else {}), **options)
         return [to_host(chosen)] if seen is None else [to_host(chosen), to_host(marked)]
@@ -255,6 +271,6 @@ def sampled(name, **options):
     CASES[name] = Case(lambda: draw(to_device, nbk.sample), lambda: draw(lambda x: x, reference.sample), 0, 0)
 
 
-sampled("sample", temperature=0.9, top_k=50, top_p=0.9, seed=3)
+sampled("sample", temperature=3.0, top_k=3, top_p=0.9, seed=3)
 sampled("sample, min_p and a penalty", temperature=1.3, min_p=0.02, repetition_penalty=1.7, seed=4)
 sampled("sample, greedy with a penalty", temperature=0.0, repetition_penalty=3.0)

@@ -22,7 +22,9 @@ def factories():
     found = set()
     for module in pkgutil.iter_modules(kernels.__path__):
         members = vars(importlib.import_module(f"nbkernels.kernels.{module.name}"))
-        own = (m for m in members.values() if inspect.isfunction(m) and m.__module__ == f"nbkernels.kernels.{module.name}")
+        own = (
+            m for m in members.values() if inspect.isfunction(m) and m.__module__ == f"nbkernels.kernels.{module.name}"
+        )
         found |= {m.__name__ for m in own if m.__name__.endswith("_kernel") and not m.__name__.startswith("_")}
     return found
 

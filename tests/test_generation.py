@@ -11,6 +11,7 @@ import pytest
 import tiny_model
 
 import nbkernels as nbk
+from nbkernels.launch import emulated
 from nbkernels.launch.device import current
 
 pytest.importorskip("gguf")
@@ -74,6 +75,24 @@ def test_cached_steps_equal_one_pass(tiny):
     everything = tiny.encode("the a") + generation.ids
     want = np.argmax(plain_logits(everything[:-1])[len(tiny.encode("the a")) - 1 :], axis=-1)
     assert generation.ids == want.tolist()
+
+
+def test_the_emulator_continues_as_the_cpu(model_path):
+    """The real model, int8 weights, every kernel of it as compiled PTX; its checks are those of other tests, off here."""
+    prompt = "The capital of France is"
+    wanted = nbk.load(model_path, device="cpu", quantize="int8").generate(prompt, max_new_tokens=4, stream=True)
+    list(wanted)
+    machine = emulated.emulator()
+    with nbk.device("emulator", arch="sm_90a"):
+        found = nbk.load(model_path, device="emulator", quantize="int8").generate(prompt, max_new_tokens=4, stream=True)
+        machine.checks = False
+        machine.machines.clear()
+        try:
+            list(found)
+        finally:
+            machine.checks = True
+            machine.machines.clear()
+    assert len(found.ids) == 4 and found.ids == wanted.ids
 
 
 def test_a_generation_does_not_see_an_earlier_one(tiny):

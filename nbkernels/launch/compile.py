@@ -13,6 +13,7 @@ import os
 import re
 import tempfile
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
@@ -90,7 +91,9 @@ def _translate(factory, constants, arch):
 
 def _lowered(factory, constants):
     """The kernel in LLVM IR, which no architecture is named in: kept, since the way there takes 90% of a compilation."""
-    kept = _kept(factory, constants, "any", "ll", lambda: zlib.compress(json.dumps(_lower(factory, constants)).encode(), 1))
+    kept = _kept(
+        factory, constants, "any", "ll", lambda: zlib.compress(json.dumps(_lower(factory, constants)).encode(), 1)
+    )
     return json.loads(zlib.decompress(kept))
 
 
@@ -106,7 +109,7 @@ def _lower(factory, constants):
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with compiler.global_compiler_lock:
+        with compiler.global_compiler_lock, _lines_of_inlined_functions():
             library, _ = compiler._compile_pyfunc_with_fixup(
                 source.function,
                 types.void(*source.parameters),
@@ -125,9 +128,41 @@ def _lower(factory, constants):
     return {"name": source.function.__name__, "fastmath": source.fastmath, "maps": maps, "ir": ir}
 
 
+@contextmanager
+def _lines_of_inlined_functions():
+    """Let instructions of an inlined function name the file they are in. Numba writes its line, with the kernel's file.
+
+    Numba marks where it is by a line (``mark_location``) and then tells whom it may concern the whole place (``notify_loc``).
+    """
+    from numba.cuda.debuginfo import CUDADIBuilder
+    from numba.cuda.lowering import Lower
+
+    plain_notify = Lower.notify_loc
+
+    def notify(lower, loc):
+        plain_notify(lower, loc)
+        debug = lower.debuginfo
+        path = os.path.abspath(loc.filename)
+        if isinstance(debug, CUDADIBuilder) and path != debug.filepath and os.path.isfile(path):
+            folder, name = os.path.split(path)
+            file = debug.module.add_debug_info("DIFile", {"directory": folder, "filename": name})
+            scope = {"scope": debug.subprograms[-1], "file": file, "discriminator": 0}
+            block = debug.module.add_debug_info("DILexicalBlockFile", scope)
+            place = {"line": loc.line, "column": 1, "scope": block}
+            lower.builder.debug_metadata = debug.module.add_debug_info("DILocation", place)
+
+    Lower.notify_loc = notify
+    try:
+        yield
+    finally:
+        Lower.notify_loc = plain_notify
+
+
 def _without_lines(modules):
     """LLVM IR whose instructions don't say which line they come from."""
-    said = re.compile(r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n|^!llvm\.dbg\.cu = .*\n| ?,? !dbg !\d+", re.MULTILINE)
+    said = re.compile(
+        r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n|^!llvm\.dbg\.cu = .*\n| ?,? !dbg !\d+", re.MULTILINE
+    )
     return [said.sub("", text) for text in modules]
 
 
