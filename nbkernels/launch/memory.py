@@ -14,6 +14,7 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, contiguous_strides, library
 from nbkernels.launch.device import DeviceError, current
 from nbkernels.launch.launcher import check
+from nbkernels.launch.replay import forbid
 
 _stream = ContextVar("nbkernels_stream", default=0)
 
@@ -140,6 +141,7 @@ def empty(shape, dtype, stream=None):
     device = current()
     shape = tuple(int(n) for n in shape)
     dtype = np.dtype(dtype)
+    forbid()
     if device.kind == "emulator":
         from nbkernels.launch.emulated import allocate
 
@@ -217,6 +219,7 @@ def to_host(array):
         return np.empty(array.shape, array.dtype)
     from cuda.bindings import driver
 
+    forbid()
     stream = _stream.get()
     span = 1 + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     flat = np.empty(span, array.dtype)
@@ -232,6 +235,7 @@ def order(before, after):
     """Let work to come on one stream handle wait for what is on another now; the host does not wait."""
     if before == after:
         return
+    forbid()
     from cuda.bindings import driver
 
     event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))[0]
@@ -247,6 +251,7 @@ def wait_for(stream):
     """Wait on the host for all work on a stream handle of the GPU."""
     from cuda.bindings import driver
 
+    forbid()
     check(driver.cuStreamSynchronize(stream))
 
 
