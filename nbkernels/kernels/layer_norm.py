@@ -5,11 +5,11 @@
 
 A row in registers, walked as ``rows`` says; x and residual are read once, y and t written once:
 
-    load        x + residual  ->  held         float32
-    store       held  ->  t                    rounded to x's dtype
-    shift       sum held / columns             the mean, as well as a float32 holds it
-    deviations  held - shift  ->  held         their sum and squares over the row
-    finish      (held - mean of the deviations) · inverse root · weight + bias  ->  y
+    load        x, residual  ->  held          as they lie in memory
+    store       x + residual = t               rounded to x's dtype; what follows is of the unrounded sum
+    shift       sum t / columns                the mean, as well as a float32 holds it
+    deviations  t - shift                      their sum and squares over the row
+    finish      (t - shift - mean of the deviations) · inverse root · weight + bias  ->  y
 
 The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation, so the deviations' own mean is taken off as well:
 the corrected two-pass algorithm (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance").
@@ -28,30 +28,27 @@ from nbkernels import ptx
 from nbkernels.kernels import norm
 from nbkernels.kernels.elements import vector_width
 from nbkernels.kernels.norm import SHRINK, inverse_root
-from nbkernels.kernels.rows import SCRATCH, is_wide, place, plan_rows, reductions, row_access, several_sums
+from nbkernels.kernels.rows import SCRATCH, choose_walk, place, plan_rows, reductions, row_access, several_sums
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 3 * SCRATCH
-# With a residual, a float32 row of 1024 threads with 32 registers each spills (sm_80): hold 28.
-MOST_FLOAT32_WITH_RESIDUAL = 28672
 
 
 def layer_norm_kernel(
-    dtype, wide, threads, chunks, rows_per_block, parameter_dtype, has_weight, has_bias, has_residual
+    dtype, walk, threads, chunks, rows_per_block, resident, parameter_dtype, has_weight, has_bias, has_residual
 ):
-    """Rows in registers. threads and chunks are those of one row."""
+    """Rows in registers. threads and chunks: of one row; resident: blocks that a multiprocessor's registers must hold."""
     width = vector_width(dtype)
-    values = chunks * width
     locate = place(threads, rows_per_block)
-    read = norm.source(dtype, wide, threads, chunks, has_residual)
-    write = norm.finish(dtype, parameter_dtype, wide, threads, chunks, has_weight, has_bias)
-    access = row_access(dtype, width, wide, threads, chunks)
-    store, inside = access.store, access.inside
+    words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
+    inside, put, flush = access.inside, access.put, access.flush
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
-    @kernel(launch_bounds=threads * rows_per_block)
+    @kernel(launch_bounds=(threads * rows_per_block, resident))
     def layer_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(parameter_dtype or dtype),
@@ -70,47 +67,59 @@ def layer_norm_kernel(
     ):
         shift_scratch = cuda.shared.array(SCRATCH, float32)
         sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
-        held = cuda.local.array(values, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
         sums = cuda.local.array(3, float32)
         row, thread, here = locate(rows, columns)
         read(x, row * x_stride, residual, row * residual_stride, thread, here, held)
-        if has_residual:
-            store(total, row * total_stride, thread, here, held)
 
         shift = float32(0.0)
-        for i in range(values):  # scaled before they are summed: huge elements may sum to infinity
-            shift = ptx.fma(held[i], inverse_columns, shift)
+        for c in range(chunks):
+            get(held, c, values)
+            if has_residual:
+                put(total, row * total_stride, thread, here, c, values)
+            for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
+                shift = ptx.fma(values[j], inverse_columns, shift)
+        if has_residual:
+            flush(total, row * total_stride, thread, here)
         shift = row_sum(shift, shift_scratch)
 
+        anew(held)
         for k in range(3):
             sums[k] = float32(0.0)
-        for i in range(values):
-            held[i] = held[i] - shift if inside(i, thread, here) else float32(0.0)
-            small = held[i] * SHRINK
-            sums[0] = ptx.fma(held[i], inverse_columns, sums[0])
-            sums[1] += held[i] * held[i]
-            sums[2] += small * small
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                deviation = values[j] - shift if inside(c * width + j, thread, here) else float32(0.0)
+                small = deviation * SHRINK
+                sums[0] = ptx.fma(deviation, inverse_columns, sums[0])
+                sums[1] += deviation * deviation
+                sums[2] += small * small
         row_sums(sums, sums_scratch)
         mean = sums[0]
         scale = inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
 
-        for i in range(values):
-            held[i] = (held[i] - mean) * scale
-        write(held, weight, bias, int64(0), y, row * y_stride, thread, here)
+        anew(held)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                values[j] = (values[j] - shift - mean) * scale
+            scale_chunk(values, weight, bias, int64(0), thread, here, c)
+            put(y, row * y_stride, thread, here, c, values)
+        flush(y, row * y_stride, thread, here)
 
     return layer_norm
 
 
-def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual):
+def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual):
     """A block a row, in two walks over tiles of threads·chunks·width columns; rows are longer than a tile."""
     width = vector_width(dtype)
-    values = chunks * width
-    tile = threads * values
+    tile = threads * chunks * width
     inverse_tile = np.float32(1 / tile)
-    read = norm.source(dtype, wide, threads, chunks, has_residual)
-    write = norm.finish(dtype, parameter_dtype, wide, threads, chunks, has_weight, has_bias)
-    access = row_access(dtype, width, wide, threads, chunks)
-    store, inside = access.store, access.inside
+    words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
+    access = row_access(dtype, width, walk, threads, chunks)
+    inside, put, flush = access.inside, access.put, access.flush
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
@@ -120,12 +129,15 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
         part = float32(0.0)
         squares = float32(0.0)
         small_squares = float32(0.0)
-        for i in range(values):
-            deviation = held[i] - shift if inside(i, thread, columns) else float32(0.0)
-            small = deviation * SHRINK
-            part = ptx.fma(deviation, inverse_columns, part)
-            squares += deviation * deviation
-            small_squares += small * small
+        values = cuda.local.array(width, float32)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                deviation = values[j] - shift if inside(c * width + j, thread, columns) else float32(0.0)
+                small = deviation * SHRINK
+                part = ptx.fma(deviation, inverse_columns, part)
+                squares += deviation * deviation
+                small_squares += small * small
         sums[0] += part
         sums[1] += squares
         sums[2] += small_squares
@@ -149,7 +161,8 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
     ):
         shift_scratch = cuda.shared.array(SCRATCH, float32)
         sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
-        held = cuda.local.array(values, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
         sums = cuda.local.array(3, float32)
         thread = uint32(cuda.threadIdx.x)
         row = int64(cuda.blockIdx.x)
@@ -158,8 +171,10 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
 
         read(x, x_row, residual, residual_row, thread, uint32(tile), held)
         shift = float32(0.0)
-        for i in range(values):
-            shift = ptx.fma(held[i], inverse_tile, shift)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                shift = ptx.fma(values[j], inverse_tile, shift)
         shift = row_sum(shift, shift_scratch)
 
         for k in range(3):
@@ -177,20 +192,27 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
             here = uint32(min(columns - start, int64(tile)))
             read(x, x_row + start, residual, residual_row + start, thread, here, held)
             if has_residual:
-                store(total, row * total_stride + start, thread, here, held)
-            for i in range(values):
-                held[i] = (held[i] - shift - mean) * scale
-            write(held, weight, bias, start, y, row * y_stride + start, thread, here)
+                for c in range(chunks):
+                    get(held, c, values)
+                    put(total, row * total_stride + start, thread, here, c, values)
+                flush(total, row * total_stride + start, thread, here)
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    values[j] = (values[j] - shift - mean) * scale
+                scale_chunk(values, weight, bias, start, thread, here, c)
+                put(y, row * y_stride + start, thread, here, c, values)
+            flush(y, row * y_stride + start, thread, here)
 
     return tiled_layer_norm
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, wide, parameter_dtype=None, has_weight=False, has_bias=False, has_residual=False):
-    """rows, columns > 0; wide: whether 16-byte accesses fit (``rows.is_wide``); parameter_dtype: weight's and bias's."""
+def plan(rows, columns, dtype, walk, parameter_dtype=None, has_weight=False, has_bias=False, has_residual=False):
+    """rows, columns > 0; walk: ``rows.choose_walk``'s; parameter_dtype: weight's and bias's."""
     options = (parameter_dtype, has_weight, has_bias, has_residual)
-    most_held = MOST_FLOAT32_WITH_RESIDUAL if has_residual and dtype == np.float32 else None
-    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, wide, options, most_held)
+    arrays = 2 if has_residual else 1
+    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays)
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
@@ -204,10 +226,10 @@ def run(x, weight, bias, residual, out, total, eps, device, stream):
     weight, bias, and residual with total, may be None. out may be x or residual; total shares memory with nothing else.
     """
     rows, columns = x.shape
-    wide = is_wide(columns, x.dtype, (x, residual, out, total), (weight, bias))
+    walk = choose_walk(columns, x.dtype, (x, residual, out, total), (weight, bias))
     given = weight if weight is not None else bias
     parameter_dtype = None if given is None else given.dtype
     chosen = plan(
-        rows, columns, x.dtype, wide, parameter_dtype, weight is not None, bias is not None, residual is not None
+        rows, columns, x.dtype, walk, parameter_dtype, weight is not None, bias is not None, residual is not None
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, total, eps), device, stream)

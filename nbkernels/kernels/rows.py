@@ -1,7 +1,7 @@
 """How a kernel walks rows: which thread holds which columns, in registers, and how the threads of a row reduce.
 
 A row of ``columns`` elements belongs to a group of ``threads`` threads (a power of two): part of a warp, a warp, or a whole
-block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth) as float32 registers. Two walks:
+block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth). Three walks:
 
     wide      chunk c of thread t is columns (c·threads + t)·width and the width - 1 after it: one 16-byte access each
 
@@ -12,32 +12,42 @@ block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' wort
 
         row:  |t0 r0|t1 r0| ... |tN r0|t0 r1|t1 r1| ... |tN r1| ...
 
-The walk is chosen by the row's length and the alignment, never by the number of rows: a row gives the same bits in any batch.
+    staged    the same columns, by way of shared memory: what lies between 16-byte addresses travels in 16-byte pieces, the
+              elements before and behind them alone
+
+        memory:  |.. head|piece|piece| ... |piece|tail ..|  <->  shared memory at the same distance from such an address
+
+The walk is chosen by the row's length and the alignment, never by the number of rows, and strided and staged sum alike: a row
+gives the same bits in any batch. Wide rows of 16-bit elements are held as they lie in memory, two to a register, and widened
+whenever they are used: widening is cheap, and registers are what bounds the bytes on their way.
 ``columns`` is an argument of the kernels; only the number of chunks is compiled in, so that few kernels serve all lengths.
 """
 
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import access, conversions, vector_width
+from nbkernels.kernels.elements import conversions, vector_width
 from nbkernels.launch.launcher import Plan
 
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
-# Registers a thread may spend on its part of a row: with 1024 threads there are 64 in all.
-HELD = 32
+# Chunks a thread holds of one array while its row takes few threads, and at most: with 1024 threads there are 64 registers.
+CHUNKS = 4
+MOST_CHUNKS = 8
 # A block's threads where a row takes a warp or less: small, so that many blocks share a multiprocessor and none waits long.
 SHORT_BLOCK = 128
-# The most threads a row gets. The strided walk has a condition for every register and needs more than the 64 that go with 1024.
+# The most threads a row gets. Single elements have a condition each and need more than the 64 registers that go with 1024.
 LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
-# Registers a thread holds of a tile of a longer row: half of HELD leaves room for two blocks on a multiprocessor.
-TILE_HELD = 16
+# Threads a multiprocessor has registers for, where blocks are small: 64 each.
+RESIDENT_THREADS = 1024
 # Below four threads a row there would be more rows in a warp than a memory transaction has use for.
 FEWEST_THREADS = 4
+# From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
+STAGED_COLUMNS = 256
 
 
 def _power_of_two(n):
@@ -45,54 +55,66 @@ def _power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
-def _longest(wide):
-    return LONGEST_WIDE if wide else LONGEST_STRIDED
+def _longest(walk):
+    return LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED
+
+
+def _most_chunks(dtype, walk, arrays):
+    """The most chunks a thread can hold of each of ``arrays`` arrays in 32 registers."""
+    registers = 4 if walk == "wide" else vector_width(dtype)  # a chunk's
+    return max(1, min(MOST_CHUNKS, 32 // registers) // arrays)
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, wide):
-    """(threads, chunks) that hold a row in registers, or None where it is too long for a block's registers.
-
-    Rows of up to 1024 elements take a warp or a part of one, longer ones a block of the fewest threads.
-    """
+def split(columns, dtype, walk, arrays=1):
+    """(threads, chunks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for a block's."""
     width = vector_width(dtype)
     pieces = -(-columns // width)
-    most_chunks = HELD // width
-    threads = max(FEWEST_THREADS, min(_power_of_two(pieces), ptx.WARP), _power_of_two(-(-pieces // most_chunks)))
-    if threads > _longest(wide):
+    most = _most_chunks(dtype, walk, arrays)
+    fewest = FEWEST_THREADS if walk != "staged" else max(FEWEST_THREADS, width)
+    threads = max(fewest, _power_of_two(-(-pieces // min(CHUNKS, most))))
+    if threads > _longest(walk) // 2:
+        threads = max(_longest(walk) // 2, _power_of_two(-(-pieces // most)))
+    if threads > _longest(walk):
         return None
     return threads, -(-pieces // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, wide, options=(), most_held=None):
-    """The Plan of an operation over rows: factory ``held`` where a row fits into registers, else ``tiled``.
+def resident(threads):
+    """Blocks of so many threads that a multiprocessor holds at least: what a thread may have of its registers."""
+    return max(1, RESIDENT_THREADS // threads)
 
-    most_held: the most columns that are held, where that is fewer than ``split`` allows.
 
-    held gets the constants (dtype, wide, threads, chunks, rows a block, *options), tiled (dtype, wide, threads, chunks, *options)
-    with those of a tile; both launch with the same arguments.
+def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1):
+    """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
+
+    held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, *options), tiled (dtype, walk, threads,
+    chunks, *options) with those of a tile; both launch with the same arguments.
     """
-    part = split(columns, dtype, wide)
-    if part is None or (most_held is not None and columns > most_held):
-        threads, chunks = _longest(wide), TILE_HELD // vector_width(dtype)
-        return Plan(tiled, (dtype, wide, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1))
+    part = split(columns, dtype, walk, arrays)
+    if part is None:
+        threads, chunks = _longest(walk), max(1, _most_chunks(dtype, walk, arrays) // 2)
+        shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
+        return Plan(tiled, (dtype, walk, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1), shared)
     threads, chunks = part
-    rows_per_block = SHORT_BLOCK // threads if threads <= ptx.WARP else 1
-    constants = (dtype, wide, threads, chunks, rows_per_block, *options)
-    return Plan(held, constants, (-(-rows // rows_per_block), 1, 1), (threads * rows_per_block, 1, 1))
+    rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
+    constants = (dtype, walk, threads, chunks, rows_per_block, resident(threads * rows_per_block), *options)
+    shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
+    return Plan(held, constants, (-(-rows // rows_per_block), 1, 1), (threads * rows_per_block, 1, 1), shared)
 
 
-def is_wide(columns, dtype, arrays, vectors=()):
-    """True where 16-byte accesses fit: arrays [rows, columns] and vectors [columns], either None, all start at such addresses.
+def choose_walk(columns, dtype, arrays, vectors=()):
+    """The walk of a call: "wide" where arrays [rows, columns] and vectors [columns], either None, start at 16-byte addresses.
 
     A single row is held to its stride too, so that it is walked as it would be among others.
     """
     width = vector_width(dtype)
-    if columns % width:
-        return False
-    return all(x is None or (x.pointer % 16 == 0 and x.strides[0] % width == 0) for x in arrays) and all(
-        v is None or v.pointer % 16 == 0 for v in vectors
+    fits = columns % width == 0 and all(
+        x is None or (x.pointer % 16 == 0 and x.strides[0] % width == 0) for x in arrays
     )
+    if fits and all(v is None or v.pointer % 16 == 0 for v in vectors):
+        return "wide"
+    return "staged" if columns >= STAGED_COLUMNS else "strided"
 
 
 @cache
@@ -115,49 +137,74 @@ def place(threads, rows_per_block):
 
 
 class Access(NamedTuple):
-    """Between a row in memory and a thread's registers. held is a local array of chunks·width float32.
+    """Between a row in memory and a thread's registers; held is a local array of ``words`` uint32.
 
-    load(pointer, start, thread, columns, held): held[:] = the thread's part of the row that begins at element ``start`` (int64);
-        zeros past ``columns`` (uint32)
-    store(pointer, start, thread, columns, held): the reverse, rounding; nothing past ``columns``
-    load_chunk, store_chunk: the same with a last argument c, for the registers c·width to (c + 1)·width alone
-    inside(i, thread, columns): whether register i is an element of the row
+    Of a row that begins at element ``start`` (int64) and has ``columns`` (uint32):
+
+    begin(pointer, start, thread, columns): send for the thread's part, where that can be done ahead
+    load(pointer, start, thread, columns, held): held[:] = the thread's part; zeros past ``columns``. After ``begin``
+    get(held, c, values): values[:width] = chunk c in float32
+    anew(held): what ``get`` widened is forgotten, so that it takes no registers over a reduction
+    inside(i, thread, columns): whether element i of the thread's chunks · width is one of the row
+    put(pointer, start, thread, columns, c, values): the row's chunk c = values[:width], rounded; nothing past ``columns``
+    flush(pointer, start, thread, columns): after the last ``put`` of a row
     """
 
+    words: int
+    begin: object
     load: object
-    store: object
-    load_chunk: object
-    store_chunk: object
+    get: object
+    anew: object
     inside: object
+    put: object
+    flush: object
 
 
 @cache
-def row_access(dtype, width, wide, threads, chunks, *, cached=False):
-    """The Access to rows of dtype by one of the two walks.
+def row_access(dtype, width, walk, threads, chunks, *, rows_per_block=1, slot=0, cached=False):
+    """The Access to rows of dtype by one of the walks.
 
     width: elements a chunk, those of a 16-byte access to the row; dtype may be a wider one (float32 weights of a 16-bit row).
-    cached keeps what is loaded in L1.
+    slot: staged rows of a kernel that are on their way at once have different ones. cached keeps what is loaded in L1.
     """
-    load_chunk, store_chunk, inside = (_wide if wide else _strided)(dtype, width, threads, cached)
+    if walk == "wide":
+        return _wide(dtype, width, threads, chunks, cached)
+    if walk == "staged":
+        return _staged(dtype, width, threads, chunks, rows_per_block, slot)
+    return _strided(dtype, width, threads, chunks)
+
+
+@cache
+def anew_words(count):
+    """anew(held) of so many registers of narrow elements."""
+    held_again = ptx.hold(count, "r")
 
     @cuda.jit(device=True, inline="always")
-    def load(pointer, start, thread, columns, held):
-        for c in range(chunks):
-            load_chunk(pointer, start, thread, columns, held, c)
+    def anew(held):
+        held_again(held, 0)
 
-    @cuda.jit(device=True, inline="always")
-    def store(pointer, start, thread, columns, held):
-        for c in range(chunks):
-            store_chunk(pointer, start, thread, columns, held, c)
-
-    return Access(load, store, load_chunk, store_chunk, inside)
+    return anew
 
 
-def _wide(dtype, width, threads, cached):
-    part = min(width, vector_width(dtype))
+@cuda.jit(device=True, inline="always")
+def _as_they_are(held):
+    pass
+
+
+@cuda.jit(device=True, inline="always")
+def _nothing(pointer, start, thread, columns):
+    pass
+
+
+def _wide(dtype, width, threads, chunks, cached):
+    part = vector_width(dtype)
     parts = width // part
-    read, write = access(dtype, part, cached)
-    piece = _piece(part)
+    words = 4 * parts  # a chunk's
+    read = ptx.ld_global_v4 if cached else ptx.ld_global_stream_v4
+    narrow = dtype.itemsize == 2
+    bfloat16 = str(dtype) == "bfloat16"
+    unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
+    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
@@ -165,80 +212,191 @@ def _wide(dtype, width, threads, cached):
         return uint32((uint32(i // width) * uint32(threads) + thread) * uint32(width)) < columns
 
     @cuda.jit(device=True, inline="always")
-    def load_chunk(pointer, start, thread, columns, held, c):
+    def load(pointer, start, thread, columns, held):
         own = start + int64(uint32(thread * uint32(width)))
-        if inside(c * width, thread, columns):
-            for p in range(parts):
-                loaded = read(pointer, own + int64(c * threads * width + p * part))
-                for j in range(part):
-                    held[c * width + p * part + j] = loaded[j]
-        else:
-            for j in range(width):
-                held[c * width + j] = float32(0.0)
+        for c in range(chunks):
+            if inside(c * width, thread, columns):
+                for p in range(parts):
+                    loaded = read(ptx.address(pointer, own + int64(c * threads * width + p * part)))
+                    for j in range(4):
+                        held[c * words + 4 * p + j] = loaded[j]
+            else:
+                for j in range(words):
+                    held[c * words + j] = uint32(0)
+
+    if narrow:
+
+        @cuda.jit(device=True, inline="always")
+        def get(held, c, values):
+            for j in range(words):
+                pair = unpack(held[c * words + j])
+                values[2 * j] = pair[0]
+                values[2 * j + 1] = pair[1]
+
+        @cuda.jit(device=True, inline="always")
+        def put(pointer, start, thread, columns, c, values):
+            if inside(c * width, thread, columns):
+                own = start + int64(uint32(thread * uint32(width))) + int64(c * threads * width)
+                ptx.st_global_v4(
+                    ptx.address(pointer, own),
+                    pack(values[0], values[1]),
+                    pack(values[2], values[3]),
+                    pack(values[4], values[5]),
+                    pack(values[6], values[7]),
+                )
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def get(held, c, values):
+            for j in range(words):
+                values[j] = ptx.float_from_bits(held[c * words + j])
+
+        @cuda.jit(device=True, inline="always")
+        def put(pointer, start, thread, columns, c, values):
+            if inside(c * width, thread, columns):
+                own = start + int64(uint32(thread * uint32(width))) + int64(c * threads * width)
+                ptx.st_global_v4_f32(ptx.address(pointer, own), values[0], values[1], values[2], values[3])
+
+    anew = anew_words(chunks * words) if narrow else _as_they_are
+    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
+
+
+def _singles(width, threads):
+    """(get, inside) of walks that hold an element a register."""
 
     @cuda.jit(device=True, inline="always")
-    def store_chunk(pointer, start, thread, columns, held, c):
-        own = start + int64(uint32(thread * uint32(width)))
-        if inside(c * width, thread, columns):
-            for p in range(parts):
-                write(pointer, own + int64(c * threads * width + p * part), piece(held, c * width + p * part))
-
-    return load_chunk, store_chunk, inside
-
-
-def _strided(dtype, width, threads, cached):
-    # single elements go through L1 whether cached or not: neighbouring rows and registers share sectors
-    from_storage, to_storage = conversions(dtype)
+    def get(held, c, values):
+        for j in range(width):
+            values[j] = ptx.float_from_bits(held[c * width + j])
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
         return uint32(uint32(i) * uint32(threads) + thread) < columns
 
+    return get, inside
+
+
+def _strided(dtype, width, threads, chunks):
+    # single elements go through L1: neighbouring rows and registers share sectors
+    from_storage, to_storage = conversions(dtype)
+    get, inside = _singles(width, threads)
+
     @cuda.jit(device=True, inline="always")
-    def load_chunk(pointer, start, thread, columns, held, c):
+    def load(pointer, start, thread, columns, held):
+        own = start + int64(thread)
+        for i in range(chunks * width):
+            value = float32(0.0)
+            if inside(i, thread, columns):
+                value = from_storage(pointer[own + int64(i * threads)])
+            held[i] = ptx.bits_from_float(value)
+
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
         own = start + int64(thread)
         for j in range(width):
             i = c * width + j
-            held[i] = float32(0.0)
             if inside(i, thread, columns):
-                held[i] = from_storage(pointer[own + int64(i * threads)])
+                pointer[own + int64(i * threads)] = to_storage(values[j])
+
+    return Access(chunks * width, _nothing, load, get, _as_they_are, inside, put, _nothing)
+
+
+def _slot_elements(dtype, threads, chunks):
+    """Elements of shared memory for a row: a piece for the head before it, and one behind for the tail."""
+    return (threads * chunks + 2) * vector_width(dtype)
+
+
+def shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays):
+    """Of the staged walk, for ``arrays`` slots."""
+    return arrays * rows_per_block * _slot_elements(dtype, threads, chunks) * dtype.itemsize if walk == "staged" else 0
+
+
+def _staged(dtype, width, threads, chunks, rows_per_block, slot):
+    itemsize = dtype.itemsize
+    slot_bytes = _slot_elements(dtype, threads, chunks) * itemsize
+    from_storage, to_storage = conversions(dtype)
+    read, write = (ptx.ld_shared_f32, ptx.st_shared_f32) if itemsize == 4 else (ptx.ld_shared_u16, ptx.st_shared_u16)
+    get, inside = _singles(width, threads)
 
     @cuda.jit(device=True, inline="always")
-    def store_chunk(pointer, start, thread, columns, held, c):
-        own = start + int64(thread)
+    def pieces_at():
+        # where the row's pieces lie in shared memory; its head lies before
+        row = uint32(uint32(cuda.threadIdx.x) // uint32(threads)) + uint32(slot * rows_per_block)
+        return uint32(
+            ptx.shared_address(cuda.shared.array(0, uint32)) + uint32(uint32(row * uint32(slot_bytes)) + uint32(16))
+        )
+
+    @cuda.jit(device=True, inline="always")
+    def head_of(address, columns):
+        # elements before the first 16-byte address
+        return min(uint32(uint32(uint32(0) - uint32(address)) & uint32(15)) // uint32(itemsize), columns)
+
+    @cuda.jit(device=True, inline="always")
+    def own_at(pointer, start, thread, columns):
+        # where the thread's first column lies in shared memory
+        head = uint32(head_of(ptx.address(pointer, start), columns))
+        return uint32(pieces_at() + uint32(uint32(thread - head) * uint32(itemsize)))
+
+    @cuda.jit(device=True, inline="always")
+    def begin(pointer, start, thread, columns):
+        to = pieces_at()
+        at = ptx.address(pointer, start)
+        head_bytes = uint32(uint32(head_of(at, columns)) * uint32(itemsize))
+        if uint32(thread * uint32(itemsize)) < head_bytes:
+            write(uint32(to - head_bytes + uint32(thread * uint32(itemsize))), pointer[start + int64(thread)])
+        behind = uint32(uint32(columns * uint32(itemsize)) - head_bytes)
+        source = at + uint64(head_bytes)
+        for c in range(chunks):
+            done = uint32(uint32(uint32(c * threads) + thread) << uint32(4))
+            if done < behind:
+                count = min(uint32(behind - done), uint32(16))
+                ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
+        ptx.cp_async_commit()
+
+    @cuda.jit(device=True, inline="always")
+    def load(pointer, start, thread, columns, held):
+        ptx.cp_async_wait(0)
+        cuda.syncthreads()
+        own = own_at(pointer, start, thread, columns)
+        for i in range(chunks * width):
+            value = float32(0.0)
+            if inside(i, thread, columns):
+                value = from_storage(read(uint32(own + uint32(i * threads * itemsize))))
+            held[i] = ptx.bits_from_float(value)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
+        own = own_at(pointer, start, thread, columns)
         for j in range(width):
             i = c * width + j
             if inside(i, thread, columns):
-                pointer[own + int64(i * threads)] = to_storage(held[i])
+                write(uint32(own + uint32(i * threads * itemsize)), to_storage(values[j]))
 
-    return load_chunk, store_chunk, inside
+    @cuda.jit(device=True, inline="always")
+    def flush(pointer, start, thread, columns):
+        cuda.syncthreads()
+        shared = pieces_at()
+        at = ptx.address(pointer, start)
+        head = uint32(head_of(at, columns))
+        head_bytes = uint32(head * uint32(itemsize))
+        if thread < head:
+            pointer[start + int64(thread)] = read(uint32(shared - head_bytes + uint32(thread * uint32(itemsize))))
+        full = uint32(uint32(columns - head) // uint32(width))
+        target = at + uint64(head_bytes)
+        for c in range(chunks):
+            piece = uint32(uint32(c * threads) + thread)
+            if piece < full:
+                done = uint32(piece << uint32(4))
+                w = ptx.ld_shared_v4(uint32(shared + done))
+                ptx.st_global_v4(target + uint64(done), w[0], w[1], w[2], w[3])
+        last = uint32(uint32(full * uint32(width)) + thread)
+        if last < uint32(columns - head):
+            pointer[start + int64(uint32(head + last))] = read(uint32(shared + uint32(last * uint32(itemsize))))
+        cuda.syncthreads()
 
-
-@cache
-def _piece(part):
-    """piece(held, first): the ``part`` (4 or 8) registers from ``first`` on, as the tuple a wide store takes."""
-    if part == 4:
-
-        @cuda.jit(device=True, inline="always")
-        def piece(held, first):
-            return (held[first], held[first + 1], held[first + 2], held[first + 3])
-
-    else:
-
-        @cuda.jit(device=True, inline="always")
-        def piece(held, first):
-            return (
-                held[first],
-                held[first + 1],
-                held[first + 2],
-                held[first + 3],
-                held[first + 4],
-                held[first + 5],
-                held[first + 6],
-                held[first + 7],
-            )
-
-    return piece
+    return Access(chunks * width, begin, load, get, _as_they_are, inside, put, flush)
 
 
 @cache
