@@ -7,16 +7,18 @@ A row in registers, walked as ``rows`` says; x and residual are read once, y and
 
     load        x, residual  ->  held          as they lie in memory
     store       x + residual = t               rounded to x's dtype; what follows is of the unrounded sum
-    shift       sum t / columns                the mean, as well as a float32 holds it
-    deviations  t - shift                      their sum and squares over the row
-    finish      (t - shift - mean of the deviations) · inverse root · weight + bias  ->  y
+    shift       t's first element              read by every thread
+    moments     mean and squares               of t - shift, first of a thread's elements, then merged over the row
+    finish      (t - shift - mean) · inverse root · weight + bias  ->  y
 
-The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation, so the deviations' own mean is taken off as well:
-the corrected two-pass algorithm (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance").
+The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation; that of the differences to any one element is small
+enough, whatever the element: an outlier of 100 deviations costs two digits of seven. The squares are those of differences to a
+mean at every stage, and cancel nothing.
 
-A row beyond a block's registers is walked twice, tile by tile: there the shift is the mean of the first tile. That mean of k
-among n elements lies within sqrt(n / k) standard deviations of the row's mean, whatever the row holds (k times the square of the
-distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
+A row beyond a block's registers is walked twice, tile by tile: there the shift is the mean of the first tile, and the squares are
+corrected by the mean of the deviations (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). That mean of
+k among n elements lies within sqrt(n / k) standard deviations of the row's mean, whatever the row holds (k times the square of
+the distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
 """
 
 from functools import lru_cache
@@ -26,13 +28,26 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels import norm
-from nbkernels.kernels.elements import vector_width
-from nbkernels.kernels.norm import SHRINK, inverse_root
-from nbkernels.kernels.rows import SCRATCH, choose_walk, place, plan_rows, reductions, row_access, several_sums
+from nbkernels.kernels.elements import conversions, vector_width
+from nbkernels.kernels.norm import inverse_root
+from nbkernels.kernels.rows import (
+    SCRATCH,
+    SHRINK,
+    choose_walk,
+    moments,
+    place,
+    plan_rows,
+    reductions,
+    row_access,
+    several_sums,
+)
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 3 * SCRATCH
+MOMENTS_SCRATCH = 4 * SCRATCH
+# An element beyond this is not taken off the others: the difference of two such may be infinite.
+LARGEST_SHIFT = np.float32(2.0**126)
 
 
 def layer_norm_kernel(
@@ -45,8 +60,10 @@ def layer_norm_kernel(
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     inside, put, flush = access.inside, access.put, access.flush
     scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
-    row_sum, _ = reductions(threads)
-    row_sums = several_sums(threads, 3)
+    merge = moments(threads)
+    alike = width if walk == "wide" else 1  # elements that are inside the row or not together
+    inverse_values = np.float32(1 / (chunks * width))
+    from_storage, _ = conversions(dtype)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident))
     def layer_norm(
@@ -65,39 +82,55 @@ def layer_norm_kernel(
         inverse_columns: float32,
         eps: float32,
     ):
-        shift_scratch = cuda.shared.array(SCRATCH, float32)
-        sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
+        scratch = cuda.shared.array(MOMENTS_SCRATCH, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
-        sums = cuda.local.array(3, float32)
+        found = cuda.local.array(4, float32)
         row, thread, here = locate(rows, columns)
+        shift = float32(0.0)
+        if here > uint32(0):
+            shift = from_storage(x[row * x_stride])
+            if has_residual:
+                shift += from_storage(residual[row * residual_stride])
+        if not abs(shift) < LARGEST_SHIFT:  # nor a NaN
+            shift = float32(0.0)
         read(x, row * x_stride, residual, row * residual_stride, thread, here, held)
 
-        shift = float32(0.0)
+        count = float32(0.0)
+        total_deviation = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
                 put(total, row * total_stride, thread, here, c, values)
-            for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
-                shift = ptx.fma(values[j], inverse_columns, shift)
+            for j in range(width):
+                if inside(c * width + j, thread, here):
+                    if j % alike == 0:
+                        count += float32(alike)
+                    # scaled before they are summed: huge elements may sum to infinity
+                    total_deviation = ptx.fma(values[j] - shift, float32(inverse_values), total_deviation)
         if has_residual:
             flush(total, row * total_stride, thread, here)
-        shift = row_sum(shift, shift_scratch)
+        mean = total_deviation * (float32(chunks * width) * ptx.rcp(ptx.fmax(count, float32(1.0))))
 
         anew(held)
-        for k in range(3):
-            sums[k] = float32(0.0)
+        squares = float32(0.0)
+        small_squares = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             for j in range(width):
-                deviation = values[j] - shift if inside(c * width + j, thread, here) else float32(0.0)
-                small = deviation * SHRINK
-                sums[0] = ptx.fma(deviation, inverse_columns, sums[0])
-                sums[1] += deviation * deviation
-                sums[2] += small * small
-        row_sums(sums, sums_scratch)
-        mean = sums[0]
-        scale = inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
+                if inside(c * width + j, thread, here):
+                    deviation = values[j] - shift
+                    small = ptx.fma(deviation, SHRINK, -(mean * SHRINK))  # the deviation itself may be infinite
+                    deviation -= mean
+                    squares += deviation * deviation
+                    small_squares += small * small
+        found[0] = count
+        found[1] = mean
+        found[2] = squares
+        found[3] = small_squares
+        merge(found, scratch)
+        mean = found[1]
+        scale = inverse_root(found[2], found[3], float32(0.0), inverse_columns, eps)
 
         anew(held)
         for c in range(chunks):

@@ -18,10 +18,8 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import anew_words, row_access
+from nbkernels.kernels.rows import SHRINK, anew_words, row_access
 
-# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
-SHRINK = np.float32(2.0**-80)
 LARGEST = np.finfo(np.float32).max
 
 
@@ -57,7 +55,7 @@ def source(dtype, walk, threads, chunks, has_residual, rows_per_block=1):
     words = first.words
     begin, load, get_one = first.begin, first.load, first.get
     begin_other, load_other = second.begin, second.load
-    apart = walk == "wide" and dtype.itemsize == 2
+    apart = dtype.itemsize == 2
 
     @cuda.jit(device=True, inline="always")
     def read(x, x_start, residual, residual_start, thread, columns, held):

@@ -20,8 +20,8 @@ from numba import cuda, float32, int64, uint32
 from nbkernels import ptx
 from nbkernels.kernels import norm
 from nbkernels.kernels.elements import vector_width
-from nbkernels.kernels.norm import SHRINK, inverse_root
-from nbkernels.kernels.rows import SCRATCH, choose_walk, place, plan_rows, row_access, several_sums
+from nbkernels.kernels.norm import inverse_root
+from nbkernels.kernels.rows import SCRATCH, SHRINK, choose_walk, place, plan_rows, row_access, several_sums
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 

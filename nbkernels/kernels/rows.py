@@ -7,8 +7,8 @@ block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' wort
 
         row:  |t0 c0 ......|t1 c0 ......| ... |tN c0 ......|t0 c1 ......|t1 c1 ......| ...
 
-    strided   register i of thread t is column i·threads + t: single elements, for rows that do not start at 16-byte
-              addresses or whose length is no multiple of width; neighbouring threads still read neighbouring elements
+    strided   register i of thread t is a word's worth of columns from (i·threads + t)·(elements a word) on, read one by one,
+              for rows that do not start at 16-byte addresses or whose length is no multiple of width
 
         row:  |t0 r0|t1 r0| ... |tN r0|t0 r1|t1 r1| ... |tN r1| ...
 
@@ -18,23 +18,27 @@ block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' wort
         memory:  |.. head|piece|piece| ... |piece|tail ..|  <->  shared memory at the same distance from such an address
 
 The walk is chosen by the row's length and the alignment, never by the number of rows, and strided and staged sum alike: a row
-gives the same bits in any batch. Wide rows of 16-bit elements are held as they lie in memory, two to a register, and widened
-whenever they are used: widening is cheap, and registers are what bounds the bytes on their way.
+gives the same bits in any batch. 16-bit elements are held as they are in memory, two to a register, and widened whenever they
+are used: widening is cheap, and registers are what bounds the bytes on their way.
 ``columns`` is an argument of the kernels; only the number of chunks is compiled in, so that few kernels serve all lengths.
 """
 
+import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import conversions, vector_width
 from nbkernels.launch.launcher import Plan
 
+# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
+SHRINK = np.float32(2.0**-80)
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
-# Chunks a thread holds of one array while its row takes few threads, and at most: with 1024 threads there are 64 registers.
+# Chunks a thread holds of one array, and at most: with 1024 threads there are 64 registers.
 CHUNKS = 4
 MOST_CHUNKS = 8
 # A block's threads where a row takes a warp or less: small, so that many blocks share a multiprocessor and none waits long.
@@ -55,29 +59,32 @@ def _power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
-def _longest(walk):
-    return LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED
-
-
-def _most_chunks(dtype, walk, arrays):
-    """The most chunks a thread can hold of each of ``arrays`` arrays in 32 registers."""
-    registers = 4 if walk == "wide" else vector_width(dtype)  # a chunk's
-    return max(1, min(MOST_CHUNKS, 32 // registers) // arrays)
-
-
 @lru_cache(maxsize=4096)
 def split(columns, dtype, walk, arrays=1):
-    """(threads, chunks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for a block's."""
-    width = vector_width(dtype)
-    pieces = -(-columns // width)
-    most = _most_chunks(dtype, walk, arrays)
-    fewest = FEWEST_THREADS if walk != "staged" else max(FEWEST_THREADS, width)
-    threads = max(fewest, _power_of_two(-(-pieces // min(CHUNKS, most))))
-    if threads > _longest(walk) // 2:
-        threads = max(_longest(walk) // 2, _power_of_two(-(-pieces // most)))
-    if threads > _longest(walk):
-        return None
-    return threads, -(-pieces // threads)
+    """(threads, chunks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for a block's.
+
+    As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long
+    ones more, so that few threads reduce; what a row leaves unused of them counts most.
+    """
+    pieces = -(-columns // vector_width(dtype))
+    short, few, more = (128, 2, 4) if arrays == 1 else (256, 1, 3)
+    wanted = few if pieces <= short else more
+
+    def loss(part):
+        threads, chunks = part
+        unused = math.sqrt(threads * chunks / pieces)
+        return unused * (1 + 0.02 * abs(math.log2(chunks / wanted)) + 0.1 * max(chunks - 4, 0)), threads
+
+    threads = FEWEST_THREADS if walk != "staged" else 2 * FEWEST_THREADS
+    parts = []
+    while threads <= (LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED):
+        chunks = -(-pieces // threads)
+        # 1024 threads have 64 registers each, which widened elements need
+        most = MOST_CHUNKS if threads < LONGEST_WIDE or dtype.itemsize == 4 else CHUNKS
+        if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
+            parts.append((threads, chunks))
+        threads *= 2
+    return min(parts, key=loss) if parts else None
 
 
 def resident(threads):
@@ -93,7 +100,7 @@ def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1):
     """
     part = split(columns, dtype, walk, arrays)
     if part is None:
-        threads, chunks = _longest(walk), max(1, _most_chunks(dtype, walk, arrays) // 2)
+        threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
         return Plan(tiled, (dtype, walk, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1), shared)
     threads, chunks = part
@@ -262,44 +269,80 @@ def _wide(dtype, width, threads, chunks, cached):
     return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
 
 
-def _singles(width, threads):
-    """(get, inside) of walks that hold an element a register."""
+def _words(dtype, width, threads, chunks):
+    """(words a chunk, elements a word, get, anew, inside) of the walks that take a word's columns at a time.
 
-    @cuda.jit(device=True, inline="always")
-    def get(held, c, values):
-        for j in range(width):
-            values[j] = ptx.float_from_bits(held[c * width + j])
+    The columns are those of a row whose 16 bytes have ``width`` elements, also where dtype is a wider one.
+    """
+    elements = 2 if dtype.itemsize == 2 else 1
+    words = width // elements
+    row_elements = width // 4  # of a word of the row
+    unpack = ptx.floats_from_bf16x2 if str(dtype) == "bfloat16" else ptx.floats_from_f16x2
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
-        return uint32(uint32(i) * uint32(threads) + thread) < columns
+        word = uint32(uint32(i // row_elements) * uint32(threads) + thread)
+        return uint32(uint32(word * uint32(row_elements)) + uint32(i % row_elements)) < columns
 
-    return get, inside
+    if elements == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def get(held, c, values):
+            for j in range(width):
+                values[j] = ptx.float_from_bits(held[c * width + j])
+
+        return words, elements, get, _as_they_are, inside
+
+    @cuda.jit(device=True, inline="always")
+    def get(held, c, values):
+        for j in range(words):
+            pair = unpack(held[c * words + j])
+            values[2 * j] = pair[0]
+            values[2 * j + 1] = pair[1]
+
+    return words, elements, get, anew_words(chunks * words), inside
 
 
 def _strided(dtype, width, threads, chunks):
     # single elements go through L1: neighbouring rows and registers share sectors
-    from_storage, to_storage = conversions(dtype)
-    get, inside = _singles(width, threads)
+    _, to_storage = conversions(dtype)
+    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+    row_elements = width // 4
 
     @cuda.jit(device=True, inline="always")
-    def load(pointer, start, thread, columns, held):
-        own = start + int64(thread)
-        for i in range(chunks * width):
-            value = float32(0.0)
-            if inside(i, thread, columns):
-                value = from_storage(pointer[own + int64(i * threads)])
-            held[i] = ptx.bits_from_float(value)
+    def column(i, thread):
+        word = uint32(uint32(i // row_elements) * uint32(threads) + thread)
+        return int64(uint32(word * uint32(row_elements))) + int64(i % row_elements)
+
+    if elements == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, start, thread, columns, held):
+            for i in range(chunks * words):
+                held[i] = uint32(0)
+                if inside(i, thread, columns):
+                    held[i] = ptx.bits_from_float(pointer[start + column(i, thread)])
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, start, thread, columns, held):
+            for w in range(chunks * words):
+                held[w] = uint32(0)
+                for h in range(2):
+                    i = 2 * w + h
+                    if inside(i, thread, columns):
+                        bits = uint32(pointer[start + column(i, thread)])
+                        held[w] = uint32(held[w] | uint32(bits << uint32(16 * h)))
 
     @cuda.jit(device=True, inline="always")
     def put(pointer, start, thread, columns, c, values):
-        own = start + int64(thread)
         for j in range(width):
             i = c * width + j
             if inside(i, thread, columns):
-                pointer[own + int64(i * threads)] = to_storage(values[j])
+                pointer[start + column(i, thread)] = to_storage(values[j])
 
-    return Access(chunks * width, _nothing, load, get, _as_they_are, inside, put, _nothing)
+    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
 
 
 def _slot_elements(dtype, threads, chunks):
@@ -315,9 +358,10 @@ def shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays):
 def _staged(dtype, width, threads, chunks, rows_per_block, slot):
     itemsize = dtype.itemsize
     slot_bytes = _slot_elements(dtype, threads, chunks) * itemsize
-    from_storage, to_storage = conversions(dtype)
+    _, to_storage = conversions(dtype)
+    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
     read, write = (ptx.ld_shared_f32, ptx.st_shared_f32) if itemsize == 4 else (ptx.ld_shared_u16, ptx.st_shared_u16)
-    get, inside = _singles(width, threads)
+    pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
 
     @cuda.jit(device=True, inline="always")
     def pieces_at():
@@ -334,9 +378,9 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
 
     @cuda.jit(device=True, inline="always")
     def own_at(pointer, start, thread, columns):
-        # where the thread's first column lies in shared memory
+        # where the thread's first word lies in shared memory
         head = uint32(head_of(ptx.address(pointer, start), columns))
-        return uint32(pieces_at() + uint32(uint32(thread - head) * uint32(itemsize)))
+        return uint32(pieces_at() + uint32(thread << uint32(2)) - uint32(head * uint32(itemsize)))
 
     @cuda.jit(device=True, inline="always")
     def begin(pointer, start, thread, columns):
@@ -354,25 +398,63 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
                 ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
         ptx.cp_async_commit()
 
+    if elements == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def take(own, w, thread, columns):
+            word = uint32(0)
+            if inside(w, thread, columns):
+                word = ptx.ld_shared(uint32(own + uint32(4 * w * threads)))
+            return word
+
+        @cuda.jit(device=True, inline="always")
+        def give(own, w, thread, columns, values, j):
+            if inside(w, thread, columns):
+                write(uint32(own + uint32(4 * w * threads)), values[j])
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def take(own, w, thread, columns):
+            # a row may begin in the middle of a word of shared memory; all of its threads then read halves
+            at = uint32(own + uint32(4 * w * threads))
+            word = uint32(0)
+            if inside(2 * w + 1, thread, columns):
+                if uint32(own & uint32(2)) == uint32(0):
+                    word = ptx.ld_shared(at)
+                else:
+                    upper = uint32(ptx.ld_shared_u16(uint32(at + uint32(2))))
+                    word = uint32(uint32(ptx.ld_shared_u16(at)) | uint32(upper << uint32(16)))
+            elif inside(2 * w, thread, columns):
+                word = uint32(ptx.ld_shared_u16(at))
+            return word
+
+        @cuda.jit(device=True, inline="always")
+        def give(own, w, thread, columns, values, j):
+            at = uint32(own + uint32(4 * w * threads))
+            if inside(2 * w + 1, thread, columns):
+                if uint32(own & uint32(2)) == uint32(0):
+                    ptx.st_shared(at, pack(values[j], values[j + 1]))
+                else:
+                    write(at, to_storage(values[j]))
+                    write(uint32(at + uint32(2)), to_storage(values[j + 1]))
+            elif inside(2 * w, thread, columns):
+                write(at, to_storage(values[j]))
+
     @cuda.jit(device=True, inline="always")
     def load(pointer, start, thread, columns, held):
         ptx.cp_async_wait(0)
         cuda.syncthreads()
         own = own_at(pointer, start, thread, columns)
-        for i in range(chunks * width):
-            value = float32(0.0)
-            if inside(i, thread, columns):
-                value = from_storage(read(uint32(own + uint32(i * threads * itemsize))))
-            held[i] = ptx.bits_from_float(value)
+        for w in range(chunks * words):
+            held[w] = take(own, w, thread, columns)
         cuda.syncthreads()
 
     @cuda.jit(device=True, inline="always")
     def put(pointer, start, thread, columns, c, values):
         own = own_at(pointer, start, thread, columns)
-        for j in range(width):
-            i = c * width + j
-            if inside(i, thread, columns):
-                write(uint32(own + uint32(i * threads * itemsize)), to_storage(values[j]))
+        for j in range(words):
+            give(own, c * words + j, thread, columns, values, j * elements)
 
     @cuda.jit(device=True, inline="always")
     def flush(pointer, start, thread, columns):
@@ -396,7 +478,7 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
             pointer[start + int64(uint32(head + last))] = read(uint32(shared + uint32(last * uint32(itemsize))))
         cuda.syncthreads()
 
-    return Access(chunks * width, begin, load, get, _as_they_are, inside, put, flush)
+    return Access(chunks * words, begin, load, get, anew, inside, put, flush)
 
 
 @cache
@@ -460,6 +542,62 @@ def several_sums(threads, count):
                 x[k] = across_warps(scratch[uint32(k * warps) + lane % uint32(warps)])
 
     return row_sums
+
+
+@cache
+def moments(threads):
+    """merge(x, scratch): x = (count, mean, squares of the deviations, those of the deviations · SHRINK), of a thread's elements,
+    becomes that of all elements of the row, in each of its threads and in a fixed order.
+
+    Pairs are merged as in Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+    variances". scratch: 4·SCRATCH float32 of shared memory, for this reduction alone.
+    """
+    lanes = min(threads, ptx.WARP)
+    warps = threads // lanes
+
+    @cuda.jit(device=True, inline="always")
+    def pair(x, partner):
+        # both of a pair get the same bits: sums and products of the two commute, and no product melts into a sum
+        count = ptx.shfl_bfly(x[0], partner)
+        mean = ptx.shfl_bfly(x[1], partner)
+        squares = ptx.shfl_bfly(x[2], partner)
+        small_squares = ptx.shfl_bfly(x[3], partner)
+        inverse = ptx.rcp(ptx.fmax(x[0] + count, float32(1.0)))
+        distance = x[1] - mean
+        weight = x[0] * count * inverse
+        small = ptx.fma(x[1], SHRINK, -(mean * SHRINK))  # the distance itself may be infinite
+        own_part = ptx.fma(x[0] * inverse, x[1], float32(0.0))
+        x[1] = own_part + ptx.fma(count * inverse, mean, float32(0.0))
+        x[2] = ptx.fma(distance * distance, weight, x[2] + squares)
+        x[3] = ptx.fma(small * small, weight, x[3] + small_squares)
+        x[0] = x[0] + count
+
+    def butterfly(width):
+        steps = width.bit_length() - 1
+
+        @cuda.jit(device=True, inline="always")
+        def merge(x):
+            for step in range(steps):
+                pair(x, uint32(width) >> uint32(step + 1))
+
+        return merge
+
+    across_lanes, across_warps = butterfly(lanes), butterfly(warps)
+
+    @cuda.jit(device=True, inline="always")
+    def merge(x, scratch):
+        across_lanes(x)
+        if warps > 1:
+            lane = ptx.lane_id()
+            if lane == uint32(0):
+                for k in range(4):
+                    scratch[uint32(k * warps) + uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x[k]
+            cuda.syncthreads()
+            for k in range(4):
+                x[k] = scratch[uint32(k * warps) + lane % uint32(warps)]
+            across_warps(x)
+
+    return merge
 
 
 @cuda.jit(device=True, inline="always")
