@@ -16,7 +16,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def fresh():
-    for operation in (ops.softmax, ops.rms_norm, ops.silu_mul, ops.matmul, ops.int8_matmul):
+    for operation in (
+        ops.softmax,
+        ops.rms_norm,
+        ops.layer_norm,
+        ops.silu_mul,
+        ops.matmul,
+        ops.int8_matmul,
+        ops.attention,
+    ):
         operation.records.clear()
 
 
@@ -77,6 +85,43 @@ def test_one_array_as_two_operands():
         a, b = normal(4, 96, seed=seed), normal(4, 96, seed=seed + 7)
         for gate, up in ((a, a), (a, b), (b, a), (b, b)):
             assert close(nbk.silu_mul(gate, up), torch.nn.functional.silu(gate) * up)
+
+
+def test_a_weight_that_is_its_own_bias():
+    for seed in range(3):
+        x, a, b = normal(4, 640, seed=seed), normal(640, seed=seed + 10), normal(640, seed=seed + 20)
+        for weight, bias in ((a, a), (a, b), (b, b)):
+            want = torch.nn.functional.layer_norm(x.double(), (640,), weight.double(), bias.double())
+            assert close(nbk.layer_norm(x, weight, bias), want)
+    assert len(ops.layer_norm.records) == 2
+
+
+def test_scratch_memory_is_each_call_s_own():
+    kept = []
+    for seed in range(4):
+        q = normal(1, 1, 8, 64, dtype=torch.float16, seed=seed)
+        k = normal(1, 3000, 2, 64, dtype=torch.float16, seed=seed + 10)
+        kept.append((q, k, nbk.attention(q, k, k)))
+    assert len(ops.attention.records) == 1
+    for q, k, y in kept:
+        k = k.double().transpose(1, 2).repeat_interleave(4, 1)
+        want = torch.softmax(q.double().transpose(1, 2) @ k.transpose(2, 3) / 8, -1) @ k
+        assert torch.linalg.norm(y.double() - want.transpose(1, 2)) < 2e-3 * torch.linalg.norm(want)
+
+
+def test_tensor_maps_follow_their_arrays():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("tensor maps are of compute capability 9.0")
+    for seed in range(3):
+        x, w = normal(300, 512, dtype=torch.float16, seed=seed), normal(384, 512, dtype=torch.float16, seed=seed + 5)
+        want = x.double() @ w.double().T
+        assert torch.linalg.norm(nbk.matmul(x, w).double() - want) < 2e-3 * torch.linalg.norm(want)
+        q, k = (normal(1, 300, 2, 64, dtype=torch.float16, seed=seed + s) for s in (20, 30))
+        want = torch.softmax(
+            q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) / 8, -1
+        ) @ k.double().transpose(1, 2)
+        got = nbk.attention(q, k, k).double().transpose(1, 2)
+        assert torch.linalg.norm(got - want) < 2e-3 * torch.linalg.norm(want)
 
 
 def test_an_out_that_overlaps_is_refused_every_time():

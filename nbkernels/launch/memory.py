@@ -14,7 +14,7 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, contiguous_strides, library
 from nbkernels.launch.device import DeviceError, current
 from nbkernels.launch.launcher import check
-from nbkernels.launch.replay import forbid
+from nbkernels.launch.replay import forbid, note_allocation
 
 _stream = ContextVar("nbkernels_stream", default=0)
 
@@ -141,7 +141,6 @@ def empty(shape, dtype, stream=None):
     device = current()
     shape = tuple(int(n) for n in shape)
     dtype = np.dtype(dtype)
-    forbid()
     if device.kind == "emulator":
         from nbkernels.launch.emulated import allocate
 
@@ -153,6 +152,7 @@ def empty(shape, dtype, stream=None):
     stream = _stream.get() if stream is None else stream
     arena = _arena.get()
     block = _Block(nbytes, stream) if arena is None else arena.take(nbytes, stream)
+    note_allocation(block.pointer, nbytes)
     return DeviceArray(block.pointer, shape, strides, dtype, block)
 
 
@@ -177,6 +177,7 @@ def fill_bytes(array, value):
         return
     from cuda.bindings import driver
 
+    forbid()
     check(driver.cuMemsetD8Async(array.pointer, value, array.nbytes, _stream.get()))
 
 
@@ -202,6 +203,7 @@ def copy_from_host(destination, array):
         return
     from cuda.bindings import driver
 
+    forbid()
     array = np.ascontiguousarray(array)
     stream = _stream.get()
     check(driver.cuMemcpyHtoDAsync(destination.pointer, array.ctypes.data, array.nbytes, stream))

@@ -24,10 +24,16 @@ _noting = ContextVar("nbkernels_noting", default=None)
 
 
 class Note:
-    """What one call launches: (LoadedKernel, Plan, arguments) of each; ``repeatable`` until something forbids it."""
+    """What one call does.
+
+    launches: (LoadedKernel, Plan, arguments) of each. allocations: address -> bytes of scratch memory that it took. kept: address
+    -> (array that stays, the handle of the stream it belongs to). repeatable: False once something forbade it.
+    """
 
     def __init__(self):
         self.launches = []
+        self.allocations = {}
+        self.kept = {}
         self.repeatable = True
 
 
@@ -38,6 +44,20 @@ def note_launch(kernel, plan, arguments):
         note.launches.append((kernel, plan, arguments))
 
 
+def note_allocation(address, nbytes):
+    """The call in progress took memory of unspecified content, which lasts as long as the call."""
+    note = _noting.get()
+    if note is not None:
+        note.allocations[address] = nbytes
+
+
+def note_kept(array, stream):
+    """The call in progress uses an array that outlives it, and belongs to a stream handle."""
+    note = _noting.get()
+    if note is not None:
+        note.kept[array.pointer] = array, stream
+
+
 def forbid():
     """The call in progress does what cannot be repeated with other addresses."""
     note = _noting.get()
@@ -45,37 +65,58 @@ def forbid():
         note.repeatable = False
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of the driver's interface."""
+
+    _fields_ = (
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
 @lru_cache(maxsize=1)
-def _driver_launch():
-    """cuLaunchKernel, called without a conversion of arguments: they are kept as C values."""
+def _driver():
+    """(cuLaunchKernelEx, cuTensorMapReplaceAddress), called without a conversion of arguments: they are kept as C values."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    return library.cuLaunchKernel
+    return library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
 
 
 class _Launch:
-    """One kernel launch with arguments of its own. slots: (place among the arguments, which operand's address it is)."""
+    """One kernel launch with arguments of its own.
 
-    def __init__(self, kernel, plan, arguments, operands):
-        self.slots = []
-        self.kept = (kernel, arguments)  # tensor maps live as long as they are pointed to
-        self.values = (ctypes.c_uint64 * max(len(arguments), 1))()
+    slots: (place among the arguments, which operand's address it is); maps: (a tensor map, which operand it describes).
+    """
+
+    def __init__(self, kernel, plan, arguments, operands, kept):
+        count = max(len(arguments), 1)
+        self.slots, self.maps = [], []
+        self.kernel = kernel  # it stays loaded while it may be launched
+        self.values = (ctypes.c_uint64 * count)()
         base = ctypes.addressof(self.values)
-        self.pointers = (ctypes.c_void_p * max(len(arguments), 1))(*(base + 8 * i for i in range(len(arguments))))
-        floats = (ctypes.c_float * (2 * max(len(arguments), 1))).from_buffer(self.values)
+        self.pointers = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
+        floats = (ctypes.c_float * (2 * count)).from_buffer(self.values)
         for i, argument in enumerate(arguments):
             if type(argument) is TensorMap:
-                raise ValueError("a tensor map holds an address")
+                own = TensorMap(argument.data, argument.address)
+                self.pointers[i] = own.host_address
+                self.maps.append((own, ctypes.c_void_p(own.host_address), operands.index(argument.address)))
+                continue
             if type(argument) is float:
                 floats[2 * i] = argument
                 continue
             self.values[i] = argument & 0xFFFFFFFFFFFFFFFF
-            if argument >= _ADDRESSES_FROM:
+            if argument >= _ADDRESSES_FROM and argument not in kept:
                 self.slots.append((i, operands.index(argument)))  # ValueError where it is no operand's address
-        self.head = (
+        self.config = _Config(*plan.grid, *plan.block, plan.shared_bytes)
+        self.call = (
+            ctypes.c_void_p(ctypes.addressof(self.config)),
             ctypes.c_void_p(int(kernel.handle)),
-            *map(ctypes.c_uint, (*plan.grid, *plan.block, plan.shared_bytes)),
+            self.pointers,
+            None,
         )
-        self.tail = (self.pointers, None)
 
 
 class _Record:
@@ -85,64 +126,77 @@ class _Record:
         import torch
 
         self.lock = threading.Lock()
-        self.torch = torch
+        self.stream_of = torch._C._cuda_getCurrentRawStream
+        self.device = tensors[0].get_device()
         self.single = not isinstance(returned, tuple)
         results = (returned,) if self.single else returned
         operands = [t.data_ptr() for t in tensors]
-        inputs = [p for p, t in zip(operands, tensors, strict=True) if t is not out]
-        if len(set(inputs)) < len(inputs):
-            raise ValueError("two operands at one address cannot be told apart")
-        self.results = []
+        first = tensors[0]
+        self.results = []  # functions of the operands
+        self.new = []  # functions of the first operand
         for result in results:
             if type(result) not in _tensor_types:
                 raise ValueError("a result that is no tensor")
             at = next((i for i, t in enumerate(tensors) if t is result), None)
-            self.results.append((at, tuple(result.shape), result.dtype, result.device))
-            if at is None:
-                operands.append(result.data_ptr())
-        # a new result like the first operand is allocated by a cheaper call
-        first = tensors[0]
-        self.like_first = [
-            at is None and shape == tuple(first.shape) and dtype == first.dtype and first.is_contiguous()
-            for at, shape, dtype, _ in self.results
-        ]
-        self.launches = [_Launch(*launch, operands) for launch in note.launches]
+            if at is not None:
+                self.results.append(at)
+                continue
+            self.results.append(len(operands))
+            operands.append(result.data_ptr())
+            if result.shape == first.shape and result.dtype == first.dtype and first.is_contiguous():
+                self.new.append(torch.empty_like)
+            else:
+                make = functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
+                self.new.append(lambda first, make=make: make())
+        for address, nbytes in note.allocations.items():
+            operands.append(address)
+            make = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=first.device)
+            self.new.append(lambda first, make=make: make())
+        self.launches = [_Launch(*launch, operands, note.kept) for launch in note.launches]
+        self.kept = note.kept
+        self.only_stream = next((stream for _, stream in note.kept.values()), None)
         self.out = next((i for i, t in enumerate(tensors) if t is out), None) if out is not None else None
-        self.spans = [_span(t) for t in tensors]
-        self.relations = self._relations(operands) if self.out is not None else None
+        # ``out`` may lie where an operand lies, or apart from it, if it did so in the call that was checked
+        self.beside = []
+        if self.out is not None:
+            spans = [_span(t) for t in tensors]
+            self.beside = [(i, spans[self.out], spans[i]) for i in range(len(tensors)) if i != self.out]
+            self.relations = self._relations(operands)
 
     def _relations(self, pointers):
-        """Of ``out`` to every operand: 0 the same address, 1 apart, 2 overlapping."""
-        start, span = pointers[self.out], self.spans[self.out]
+        """Of ``out`` to every other operand: 0 the same address, 1 apart, 2 overlapping."""
+        start = pointers[self.out]
         found = []
-        for pointer, other in zip(pointers, self.spans, strict=False):
-            distance = pointer - start
+        for i, span, other in self.beside:
+            distance = pointers[i] - start
             found.append(0 if distance == 0 else 1 if distance >= span or -distance >= other else 2)
         return found
 
     def repeat(self, tensors, pointers):
         """The results, or NotImplemented where the call must run in full."""
-        if self.relations is not None and self._relations(pointers) != self.relations:
+        if self.beside and self._relations(pointers) != self.relations:
             return NotImplemented
-        torch = self.torch
-        results = []
-        for (at, shape, dtype, device), like_first in zip(self.results, self.like_first, strict=True):
-            if at is not None:
-                results.append(tensors[at])
-                continue
-            new = torch.empty_like(tensors[0]) if like_first else torch.empty(shape, dtype=dtype, device=device)
-            pointers.append(new.data_ptr())
-            results.append(new)
-        launch_kernel = _driver_launch()
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()))
+        stream = self.stream_of(self.device)
+        if self.only_stream is not None and stream != self.only_stream:
+            return NotImplemented
+        for make in self.new:
+            made = make(tensors[0])
+            tensors.append(made)
+            pointers.append(made.data_ptr())
+        launch_kernel, replace_address = _driver()
         with self.lock:
             for launch in self.launches:
                 values = launch.values
                 for slot, operand in launch.slots:
                     values[slot] = pointers[operand]
-                if launch_kernel(*launch.head, stream, *launch.tail):
+                for _, described, operand in launch.maps:
+                    replace_address(described, ctypes.c_void_p(pointers[operand]))
+                launch.config.stream = stream
+                if launch_kernel(*launch.call):
                     return NotImplemented  # the full call says what is wrong
-        return results[0] if self.single else tuple(results)
+        if self.single:
+            return tensors[self.results[0]]
+        return tuple(tensors[at] for at in self.results)
 
 
 def _span(tensor):
@@ -166,13 +220,13 @@ def replayed(function):
             if args and _is_torch_tensor(args[0]):
                 return operation(*args, **kwargs)
             return function(*args, **kwargs)
+        # all that a call may depend on, save the addresses themselves
         tensors, pointers, key = [], [], [chosen_device()]
-        add = key.append
         for value in args:
-            _describe(value, tensors, pointers, add)
+            _describe(value, tensors, pointers, key)
         for name, value in kwargs.items():
-            add(name)
-            _describe(value, tensors, pointers, add)
+            key.append(name)
+            _describe(value, tensors, pointers, key)
         key = tuple(key)
         try:
             record = records.get(key)
@@ -203,25 +257,22 @@ def replayed(function):
     return operation
 
 
-def _describe(value, tensors, pointers, add):
-    """Enter all that a call may depend on, save the address itself."""
-    if type(value) is Int8Weight:
-        _describe(value.values, tensors, pointers, add)
-        _describe(value.scales, tensors, pointers, add)
-        add(value.group_size)
-    elif type(value) in _tensor_types:
+def _describe(value, tensors, pointers, key):
+    """Enter a value: a tensor by its layout and alignment, another by its type (1, 1.0 and True are equal) and itself."""
+    kind = type(value)
+    if kind in _tensor_types:
         pointer = value.data_ptr()
         tensors.append(value)
         pointers.append(pointer)
-        add(value.shape)
-        add(value.stride())
-        add(value.dtype)
-        add(value.get_device())
-        add(value.is_neg())
-        add(pointer & 15)
+        # the first operand at this address: two that were one array must be one again
+        same = pointers.index(pointer)
+        key += (value.shape, value.stride(), value.dtype, value.get_device(), value.is_neg(), pointer & 15, same)
+    elif kind is Int8Weight:
+        _describe(value.values, tensors, pointers, key)
+        _describe(value.scales, tensors, pointers, key)
+        key.append(value.group_size)
     else:
-        add(type(value))  # 1, 1.0 and True are equal, and not the same option
-        add(value)
+        key += (kind, value)
 
 
 def _is_torch_tensor(value):
