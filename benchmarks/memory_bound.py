@@ -1,6 +1,6 @@
 """softmax, layer_norm, rms_norm and residual + rms_norm over rows × columns: bound by the memory alone, from 1 to 262,144 rows.
 
-Beside the speed of a large copy, each row of the table has that of a copy of its own bytes: what a launch and its ends cost is in both.
+Beside the speed of a large copy, each row of the table has that of a copy of its own bytes: what a launch costs is in both.
 """
 
 import statistics
@@ -118,10 +118,9 @@ def summarise(results, copy_bytes_a_second):
         if large:
             of_copy = sorted(r.bytes / (r.microseconds["nbkernels"] * 1e-6) / copy_bytes_a_second for r in large)
             of_own = sorted(r.copy_microseconds / r.microseconds["nbkernels"] for r in large)
-            print(
-                f"  {len(large)} from 64 MB on: of the large copy median {statistics.median(of_copy):.1%}, worst {of_copy[0]:.1%};"
-                f" of a copy of their own bytes median {statistics.median(of_own):.1%}, worst {of_own[0]:.1%}"
-            )
+            print(f"  {len(large)} from 64 MB on, share of the speed of")
+            print(f"    a large copy: median {statistics.median(of_copy):.1%}, worst {of_copy[0]:.1%}")
+            print(f"    a copy of their own bytes: median {statistics.median(of_own):.1%}, worst {of_own[0]:.1%}")
         ratios = {r.shape: r.best_peer[1] / r.microseconds["nbkernels"] for r in mine if r.best_peer}
         if ratios:
             worst = min(ratios, key=ratios.get)
