@@ -25,7 +25,7 @@ from nbkernels.launch.device import OLDEST_ARCH, parse_arch
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel before compilation: the Python function, its parameter types (from its annotations), its block size, its cluster."""
+    """A kernel before compilation: the function, its parameter types (from its annotations), block size and cluster."""
 
     function: object
     parameters: tuple
