@@ -10,12 +10,18 @@ from nbkernels.profiling.resources import Resources, find_ptxas, occupancy, reso
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 COLUMNS = (128, 576, 1000, 1024, 4096, 8191, 16384, 32768, 131072)
 PLANS = {
-    "softmax": lambda columns, dtype, walk: softmax.plan(4096, columns, dtype, walk),
-    "rms_norm": lambda columns, dtype, walk: rms_norm.plan(4096, columns, dtype, walk, dtype),
-    "rms_norm, residual": lambda columns, dtype, walk: rms_norm.plan(4096, columns, dtype, walk, dtype, True),
-    "layer_norm": lambda columns, dtype, walk: layer_norm.plan(4096, columns, dtype, walk, dtype, True, True),
-    "layer_norm, residual": lambda columns, dtype, walk: layer_norm.plan(
-        4096, columns, dtype, walk, dtype, True, True, True
+    "softmax": lambda columns, dtype, walk, clusters: softmax.plan(4096, columns, dtype, walk, clusters),
+    "rms_norm": lambda columns, dtype, walk, clusters: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, False, clusters
+    ),
+    "rms_norm, residual": lambda columns, dtype, walk, clusters: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, True, clusters
+    ),
+    "layer_norm": lambda columns, dtype, walk, clusters: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, False, clusters
+    ),
+    "layer_norm, residual": lambda columns, dtype, walk, clusters: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, True, clusters
     ),
 }
 
@@ -35,8 +41,8 @@ def test_rows_spill_nothing(operation, dtype, capsys):
     spilling = []
     for columns in COLUMNS:
         walk = "staged" if columns % (16 // dtype.itemsize) else "wide"
-        plan = PLANS[operation](columns, dtype, walk)
         for arch in ("sm_80", "sm_90a"):
+            plan = PLANS[operation](columns, dtype, walk, arch == "sm_90a")
             used = resources(plan.factory, plan.constants, arch)
             threads = plan.block[0]
             blocks, limit = occupancy(used, threads, plan.shared_bytes, arch)
@@ -63,5 +69,5 @@ def test_occupancy_by_hand():
 
 def test_a_spill_is_seen():
     # 1024 threads have 64 registers each, and the row alone takes 64
-    used = resources(softmax.softmax_kernel, (F32, "wide", 1024, 16, 1, 1), "sm_80")
+    used = resources(softmax.softmax_kernel, (F32, "wide", 1024, 16, 1, 1, 1), "sm_80")
     assert used.spill_bytes > 0

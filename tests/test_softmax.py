@@ -171,16 +171,17 @@ LENGTHS = (1, 7, 8, 31, 32, 33, 575, 576, 1024, 1025, 4096, 4097, 16384, 16385, 
 def test_plan_covers_the_row(walk, dtype):
     from nbkernels.kernels import softmax
 
-    for columns, rows in itertools.product(LENGTHS, (1, 5, 100)):
-        plan = softmax.plan(rows, columns, dtype, walk)
+    for columns, rows, clusters in itertools.product(LENGTHS, (1, 5, 100), (False, True)):
+        plan = softmax.plan(rows, columns, dtype, walk, clusters)
         _, _, threads, chunks, *rest = plan.constants
+        rows_per_block, cluster = 1, 1
         if rest:
-            rows_per_block, resident = rest
-            assert resident * plan.block[0] <= 2048
-            assert threads * chunks * (16 // dtype.itemsize) >= columns
-        else:
-            rows_per_block = 1
-        assert plan.grid[0] * rows_per_block >= rows > (plan.grid[0] - 1) * rows_per_block
+            rows_per_block, resident, cluster = rest
+            assert resident * plan.block[0] <= 2048 and (cluster == 1 or clusters)
+            assert threads * chunks * cluster * (16 // dtype.itemsize) >= columns
+        blocks = plan.grid[0] // cluster
+        assert plan.grid[0] % cluster == 0
+        assert blocks * rows_per_block >= rows > (blocks - 1) * rows_per_block
         assert plan.block == (threads * rows_per_block, 1, 1)
         assert plan.block[0] % 32 == 0 and plan.block[0] <= 1024
 

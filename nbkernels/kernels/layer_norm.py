@@ -34,6 +34,8 @@ from nbkernels.kernels.rows import (
     SCRATCH,
     SHRINK,
     choose_walk,
+    entrance,
+    has_clusters,
     moments,
     place,
     plan_rows,
@@ -51,21 +53,27 @@ LARGEST_SHIFT = np.float32(2.0**126)
 
 
 def layer_norm_kernel(
-    dtype, walk, threads, chunks, rows_per_block, resident, parameter_dtype, has_weight, has_bias, has_residual
+    dtype, walk, threads, chunks, rows_per_block, resident, cluster, parameter_dtype, has_weight, has_bias, has_residual
 ):
-    """Rows in registers. threads and chunks: of one row; resident: blocks that a multiprocessor's registers must hold."""
+    """Rows in registers.
+
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row.
+    """
     width = vector_width(dtype)
-    locate = place(threads, rows_per_block)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    scratch_size = MOMENTS_SCRATCH * cluster
     words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     inside, put, flush = access.inside, access.put, access.flush
     scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
-    merge = moments(threads)
+    merge = moments(threads, cluster)
     alike = width if walk == "wide" else 1  # elements that are inside the row or not together
     inverse_values = np.float32(1 / (chunks * width))
     from_storage, _ = conversions(dtype)
 
-    @kernel(launch_bounds=(threads * rows_per_block, resident))
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(parameter_dtype or dtype),
@@ -82,26 +90,28 @@ def layer_norm_kernel(
         inverse_columns: float32,
         eps: float32,
     ):
-        scratch = cuda.shared.array(MOMENTS_SCRATCH, float32)
+        scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
         found = cuda.local.array(4, float32)
-        row, thread, here = locate(rows, columns)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
         shift = float32(0.0)
-        if here > uint32(0):
+        if row < rows:
             shift = from_storage(x[row * x_stride])
             if has_residual:
                 shift += from_storage(residual[row * residual_stride])
         if not abs(shift) < LARGEST_SHIFT:  # nor a NaN
             shift = float32(0.0)
-        read(x, row * x_stride, residual, row * residual_stride, thread, here, held)
+        read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
 
         count = float32(0.0)
         total_deviation = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
-                put(total, row * total_stride, thread, here, c, values)
+                put(total, row * total_stride + start, thread, here, c, values)
             for j in range(width):
                 if inside(c * width + j, thread, here):
                     if j % alike == 0:
@@ -109,7 +119,7 @@ def layer_norm_kernel(
                     # scaled before they are summed: huge elements may sum to infinity
                     total_deviation = ptx.fma(values[j] - shift, float32(inverse_values), total_deviation)
         if has_residual:
-            flush(total, row * total_stride, thread, here)
+            flush(total, row * total_stride + start, thread, here)
         mean = total_deviation * (float32(chunks * width) * ptx.rcp(ptx.fmax(count, float32(1.0))))
 
         anew(held)
@@ -128,6 +138,7 @@ def layer_norm_kernel(
         found[1] = mean
         found[2] = squares
         found[3] = small_squares
+        entered()
         merge(found, scratch)
         mean = found[1]
         scale = inverse_root(found[2], found[3], float32(0.0), inverse_columns, eps)
@@ -137,9 +148,9 @@ def layer_norm_kernel(
             get(held, c, values)
             for j in range(width):
                 values[j] = (values[j] - shift - mean) * scale
-            scale_chunk(values, weight, bias, int64(0), thread, here, c)
-            put(y, row * y_stride, thread, here, c, values)
-        flush(y, row * y_stride, thread, here)
+            scale_chunk(values, weight, bias, start, thread, here, c)
+            put(y, row * y_stride + start, thread, here, c, values)
+        flush(y, row * y_stride + start, thread, here)
 
     return layer_norm
 
@@ -241,11 +252,21 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, walk, parameter_dtype=None, has_weight=False, has_bias=False, has_residual=False):
-    """rows, columns > 0; walk: ``rows.choose_walk``'s; parameter_dtype: weight's and bias's."""
+def plan(
+    rows,
+    columns,
+    dtype,
+    walk,
+    parameter_dtype=None,
+    has_weight=False,
+    has_bias=False,
+    has_residual=False,
+    clusters=False,
+):
+    """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's."""
     options = (parameter_dtype, has_weight, has_bias, has_residual)
     arrays = 2 if has_residual else 1
-    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays)
+    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
@@ -263,6 +284,14 @@ def run(x, weight, bias, residual, out, total, eps, device, stream):
     given = weight if weight is not None else bias
     parameter_dtype = None if given is None else given.dtype
     chosen = plan(
-        rows, columns, x.dtype, walk, parameter_dtype, weight is not None, bias is not None, residual is not None
+        rows,
+        columns,
+        x.dtype,
+        walk,
+        parameter_dtype,
+        weight is not None,
+        bias is not None,
+        residual is not None,
+        has_clusters(device),
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, total, eps), device, stream)

@@ -21,24 +21,40 @@ from nbkernels import ptx
 from nbkernels.kernels import norm
 from nbkernels.kernels.elements import vector_width
 from nbkernels.kernels.norm import inverse_root
-from nbkernels.kernels.rows import SCRATCH, SHRINK, choose_walk, place, plan_rows, row_access, several_sums
+from nbkernels.kernels.rows import (
+    SCRATCH,
+    SHRINK,
+    choose_walk,
+    entrance,
+    has_clusters,
+    place,
+    plan_rows,
+    row_access,
+    several_sums,
+)
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 2 * SCRATCH
 
 
-def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, weight_dtype, has_residual):
-    """Rows in registers. threads and chunks: of one row; resident: blocks that a multiprocessor's registers must hold."""
+def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual):
+    """Rows in registers.
+
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row.
+    """
     width = vector_width(dtype)
-    locate = place(threads, rows_per_block)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    scratch_size = SUMS_SCRATCH * cluster
     words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     put, flush = access.put, access.flush
     scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False)
-    row_sums = several_sums(threads, 2)
+    row_sums = several_sums(threads, 2, cluster)
 
-    @kernel(launch_bounds=(threads * rows_per_block, resident))
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(weight_dtype or dtype),
@@ -54,25 +70,28 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, weig
         inverse_columns: float32,
         eps: float32,
     ):
-        scratch = cuda.shared.array(SUMS_SCRATCH, float32)
+        scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
         sums = cuda.local.array(2, float32)
-        row, thread, here = locate(rows, columns)
-        read(x, row * x_stride, residual, row * residual_stride, thread, here, held)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
+        read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
 
         sums[0] = float32(0.0)
         sums[1] = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
-                put(total, row * total_stride, thread, here, c, values)
+                put(total, row * total_stride + start, thread, here, c, values)
             for j in range(width):  # registers past the row are zero
                 small = values[j] * SHRINK
                 sums[0] += values[j] * values[j]
                 sums[1] += small * small
         if has_residual:
-            flush(total, row * total_stride, thread, here)
+            flush(total, row * total_stride + start, thread, here)
+        entered()
         row_sums(sums, scratch)
         scale = inverse_root(sums[0], sums[1], float32(0.0), inverse_columns, eps)
 
@@ -81,9 +100,9 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, weig
             get(held, c, values)
             for j in range(width):
                 values[j] *= scale
-            scale_chunk(values, weight, weight, int64(0), thread, here, c)
-            put(y, row * y_stride, thread, here, c, values)
-        flush(y, row * y_stride, thread, here)
+            scale_chunk(values, weight, weight, start, thread, here, c)
+            put(y, row * y_stride + start, thread, here, c, values)
+        flush(y, row * y_stride + start, thread, here)
 
     return rms_norm
 
@@ -162,11 +181,11 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False):
-    """rows, columns > 0; walk: ``rows.choose_walk``'s; weight_dtype None: no weight."""
+def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clusters=False):
+    """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s; weight_dtype None: no weight."""
     options = (weight_dtype, has_residual)
     arrays = 2 if has_residual else 1
-    return plan_rows(rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays)
+    return plan_rows(rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
@@ -182,5 +201,5 @@ def run(x, weight, residual, out, total, eps, device, stream):
     rows, columns = x.shape
     walk = choose_walk(columns, x.dtype, (x, residual, out, total), (weight,))
     weight_dtype = None if weight is None else weight.dtype
-    chosen = plan(rows, columns, x.dtype, walk, weight_dtype, residual is not None)
+    chosen = plan(rows, columns, x.dtype, walk, weight_dtype, residual is not None, has_clusters(device))
     launch(chosen, norm.arguments(x, (weight,), residual, out, total, eps), device, stream)

@@ -32,7 +32,9 @@ from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import conversions, vector_width
+from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
+from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
 
 # The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
 SHRINK = np.float32(2.0**-80)
@@ -48,6 +50,9 @@ LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
 # Threads a multiprocessor has registers for, where blocks are small: 64 each.
 RESIDENT_THREADS = 1024
+# 16-byte pieces of a row beyond which blocks share it, and the most that do.
+SHARED_PIECES = 2048
+MOST_BLOCKS = 8
 # Below four threads a row there would be more rows in a warp than a memory transaction has use for.
 FEWEST_THREADS = 4
 # From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
@@ -60,18 +65,23 @@ def _power_of_two(n):
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, walk, arrays=1):
-    """(threads, chunks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for a block's.
+def split(columns, dtype, walk, arrays=1, clusters=False):
+    """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
-    As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long
-    ones more, so that few threads reduce; what a row leaves unused of them counts most.
+    clusters: whether blocks can share a row. As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a
+    thread, so that many are on their way, long ones more, so that few threads reduce; what a row leaves unused of them counts
+    most. Beyond SHARED_PIECES a row goes to a cluster, so that a multiprocessor has parts of several rows.
     """
     pieces = -(-columns // vector_width(dtype))
+    cluster = 1
+    while clusters and cluster < MOST_BLOCKS and pieces > SHARED_PIECES * cluster:
+        cluster *= 2
+    pieces = -(-pieces // cluster)
     short, few, more = (128, 2, 4) if arrays == 1 else (256, 1, 3)
     wanted = few if pieces <= short else more
 
     def loss(part):
-        threads, chunks = part
+        threads, chunks, _ = part
         unused = math.sqrt(threads * chunks / pieces)
         return unused * (1 + 0.02 * abs(math.log2(chunks / wanted)) + 0.1 * max(chunks - 4, 0)), threads
 
@@ -82,32 +92,38 @@ def split(columns, dtype, walk, arrays=1):
         # 1024 threads have 64 registers each, which widened elements need
         most = MOST_CHUNKS if threads < LONGEST_WIDE or dtype.itemsize == 4 else CHUNKS
         if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
-            parts.append((threads, chunks))
+            parts.append((threads, chunks, cluster))
         threads *= 2
     return min(parts, key=loss) if parts else None
 
 
-def resident(threads):
-    """Blocks of so many threads that a multiprocessor holds at least: what a thread may have of its registers."""
-    return max(1, RESIDENT_THREADS // threads)
+def resident(threads, words):
+    """Blocks of so many threads, of ``words`` registers that hold rows, that a multiprocessor holds at least."""
+    return max(1, (RESIDENT_THREADS if words <= 16 else RESIDENT_THREADS * 3 // 4) // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1):
+def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False):
     """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
 
-    held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, *options), tiled (dtype, walk, threads,
-    chunks, *options) with those of a tile; both launch with the same arguments.
+    held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
+    walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
     """
-    part = split(columns, dtype, walk, arrays)
+    part = split(columns, dtype, walk, arrays, clusters)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
         return Plan(tiled, (dtype, walk, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1), shared)
-    threads, chunks = part
+    threads, chunks, cluster = part
     rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
-    constants = (dtype, walk, threads, chunks, rows_per_block, resident(threads * rows_per_block), *options)
+    block = threads * rows_per_block
+    constants = (dtype, walk, threads, chunks, rows_per_block, resident(block, 4 * chunks * arrays), cluster, *options)
     shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
-    return Plan(held, constants, (-(-rows // rows_per_block), 1, 1), (threads * rows_per_block, 1, 1), shared)
+    return Plan(held, constants, (-(-rows // rows_per_block) * cluster, 1, 1), (block, 1, 1), shared)
+
+
+def has_clusters(device):
+    """Whether the blocks of a Device can share a row: from compute capability 9.0 on."""
+    return parse_arch(device.arch)[0] >= 9
 
 
 def choose_walk(columns, dtype, arrays, vectors=()):
@@ -125,11 +141,24 @@ def choose_walk(columns, dtype, arrays, vectors=()):
 
 
 @cache
-def place(threads, rows_per_block):
-    """locate(rows, columns) -> (row, thread of the row, columns): columns is 0 for the rows a last block has too many.
+def place(threads, rows_per_block, cluster, width):
+    """locate(rows, columns) -> (row, thread of the row, first column, columns) of the thread's block.
 
-    Such rows load and store nothing, but their threads take part in shuffles and barriers.
+    A cluster of blocks shares a row: each takes an equal part of it, in units of ``width`` columns. columns is 0 for the rows a
+    last block has too many: such rows load and store nothing, but their threads take part in shuffles and barriers.
     """
+    if cluster > 1:
+
+        @cuda.jit(device=True, inline="always")
+        def locate(rows, columns):
+            share = uint32(
+                uint32(uint32(columns + uint32(cluster * width - 1)) // uint32(cluster * width)) * uint32(width)
+            )
+            first = min(uint32(cluster_rank() * share), columns)
+            here = min(uint32(columns - first), share)
+            return int64(uint32(cuda.blockIdx.x) // uint32(cluster)), uint32(cuda.threadIdx.x), first, here
+
+        return locate
 
     @cuda.jit(device=True, inline="always")
     def locate(rows, columns):
@@ -138,9 +167,25 @@ def place(threads, rows_per_block):
         here = columns
         if row >= rows:
             here = uint32(0)
-        return row, uint32(index % uint32(threads)), here
+        return row, uint32(index % uint32(threads)), uint32(0), here
 
     return locate
+
+
+@cache
+def entrance(cluster):
+    """(enter, entered): ``enter()`` at a kernel's start, ``entered()`` before its first reduction.
+
+    No block writes to another's shared memory before that one runs.
+    """
+    if cluster > 1:
+        return cluster_arrive, cluster_wait
+
+    @cuda.jit(device=True, inline="always")
+    def nothing():
+        pass
+
+    return nothing, nothing
 
 
 class Access(NamedTuple):
@@ -482,95 +527,126 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
 
 
 @cache
-def reductions(threads):
+def reductions(threads, cluster=1):
     """(row_sum, row_max): of one float32 a thread over the threads of a row, in each of them, in a fixed order.
 
-    Each takes (x, scratch); scratch is shared memory of SCRATCH float32, used where a row has more than a warp, and then
-    only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
+    Each takes (x, scratch); scratch is shared memory of SCRATCH · cluster float32, used where a row has more than a warp, and
+    then only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
     """
-    return _reduction(threads, _plus), _reduction(threads, ptx.fmax)
+    return _reduction(threads, cluster, _plus), _reduction(threads, cluster, ptx.fmax)
 
 
-def _reduction(threads, combine):
+def _reduction(threads, cluster, combine):
     lanes = min(threads, ptx.WARP)
-    warps = threads // lanes
+    parts = threads // lanes * cluster
     across_lanes = _butterfly(lanes, combine)
-    if warps == 1:
+    exchange = _exchange(threads // lanes, cluster, 1)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
+    across_parts = _butterfly(fewer, combine)
 
-        @cuda.jit(device=True, inline="always")
-        def reduce(x, scratch):
-            return across_lanes(x)
-
-    else:
-        across_warps = _butterfly(warps, combine)
-
-        @cuda.jit(device=True, inline="always")
-        def reduce(x, scratch):
-            x = across_lanes(x)
-            lane = ptx.lane_id()
-            if lane == uint32(0):
-                scratch[uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x
-            cuda.syncthreads()
-            # the partial results lie in each warp as often as they fit, so that every lane ends with the whole
-            return across_warps(scratch[lane % uint32(warps)])
+    @cuda.jit(device=True, inline="always")
+    def reduce(x, scratch):
+        x = across_lanes(x)
+        if parts > 1:
+            whole = cuda.local.array(1, float32)
+            whole[0] = x
+            exchange(whole, scratch)
+            # the parts lie in each warp as often as they fit, so that every lane ends with the whole
+            lane = uint32(ptx.lane_id() % uint32(fewer))
+            x = scratch[lane]
+            for r in range(1, rounds):
+                x = combine(x, scratch[lane + uint32(r * fewer)])
+            x = across_parts(x)
+        return x
 
     return reduce
 
 
 @cache
-def several_sums(threads, count):
+def _exchange(warps, cluster, count):
+    """exchange(x, scratch): scratch[k · parts + part] = x[k] of every warp of the row; parts are warps, block after block."""
+    parts = warps * cluster
+
+    @cuda.jit(device=True, inline="always")
+    def exchange(x, scratch):
+        lane = ptx.lane_id()
+        warp = uint32(uint32(cuda.threadIdx.x) // uint32(ptx.WARP))
+        if cluster == 1:
+            if lane == uint32(0):
+                for k in range(count):
+                    scratch[uint32(k * parts) + warp] = x[k]
+            cuda.syncthreads()
+        else:
+            # lane r of each warp tells block r
+            if lane < uint32(cluster):
+                part = uint32(uint32(cluster_rank() * uint32(warps)) + warp)
+                to = map_shared(uint32(ptx.shared_address(scratch) + uint32(part << uint32(2))), lane)
+                for k in range(count):
+                    st_cluster_f32(uint32(to + uint32(4 * k * parts)), x[k])
+            cluster_arrive()
+            cluster_wait()
+
+    return exchange
+
+
+@cache
+def several_sums(threads, count, cluster=1):
     """row_sums(x, scratch): x[k] = the sum of x[k] over the threads of a row, for ``count`` registers behind one barrier.
 
-    scratch: count·SCRATCH float32 of shared memory, for this reduction alone.
+    scratch: count · SCRATCH · cluster float32 of shared memory, for this reduction alone.
     """
     lanes = min(threads, ptx.WARP)
-    warps = threads // lanes
+    parts = threads // lanes * cluster
     across_lanes = _butterfly(lanes, _plus)
-    across_warps = _butterfly(warps, _plus)
+    exchange = _exchange(threads // lanes, cluster, count)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
+    across_parts = _butterfly(fewer, _plus)
 
     @cuda.jit(device=True, inline="always")
     def row_sums(x, scratch):
         for k in range(count):
             x[k] = across_lanes(x[k])
-        if warps > 1:
-            lane = ptx.lane_id()
-            if lane == uint32(0):
-                for k in range(count):
-                    scratch[uint32(k * warps) + uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x[k]
-            cuda.syncthreads()
+        if parts > 1:
+            exchange(x, scratch)
+            lane = uint32(ptx.lane_id() % uint32(fewer))
             for k in range(count):
-                x[k] = across_warps(scratch[uint32(k * warps) + lane % uint32(warps)])
+                x[k] = scratch[lane + uint32(k * parts)]
+                for r in range(1, rounds):
+                    x[k] += scratch[lane + uint32(k * parts + r * fewer)]
+                x[k] = across_parts(x[k])
 
     return row_sums
 
 
+@cuda.jit(device=True, inline="always")
+def _merge_moments(x, count, mean, squares, small_squares):
+    # both of a pair get the same bits: sums and products of the two commute, and no product melts into a sum
+    inverse = ptx.rcp(ptx.fmax(x[0] + count, float32(1.0)))
+    distance = x[1] - mean
+    weight = x[0] * count * inverse
+    small = ptx.fma(x[1], SHRINK, -(mean * SHRINK))  # the distance itself may be infinite
+    own_part = ptx.fma(x[0] * inverse, x[1], float32(0.0))
+    x[1] = own_part + ptx.fma(count * inverse, mean, float32(0.0))
+    x[2] = ptx.fma(distance * distance, weight, x[2] + squares)
+    x[3] = ptx.fma(small * small, weight, x[3] + small_squares)
+    x[0] = x[0] + count
+
+
 @cache
-def moments(threads):
+def moments(threads, cluster=1):
     """merge(x, scratch): x = (count, mean, squares of the deviations, those of the deviations · SHRINK), of a thread's elements,
     becomes that of all elements of the row, in each of its threads and in a fixed order.
 
     Pairs are merged as in Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
-    variances". scratch: 4·SCRATCH float32 of shared memory, for this reduction alone.
+    variances". scratch: 4 · SCRATCH · cluster float32 of shared memory, for this reduction alone.
     """
     lanes = min(threads, ptx.WARP)
-    warps = threads // lanes
-
-    @cuda.jit(device=True, inline="always")
-    def pair(x, partner):
-        # both of a pair get the same bits: sums and products of the two commute, and no product melts into a sum
-        count = ptx.shfl_bfly(x[0], partner)
-        mean = ptx.shfl_bfly(x[1], partner)
-        squares = ptx.shfl_bfly(x[2], partner)
-        small_squares = ptx.shfl_bfly(x[3], partner)
-        inverse = ptx.rcp(ptx.fmax(x[0] + count, float32(1.0)))
-        distance = x[1] - mean
-        weight = x[0] * count * inverse
-        small = ptx.fma(x[1], SHRINK, -(mean * SHRINK))  # the distance itself may be infinite
-        own_part = ptx.fma(x[0] * inverse, x[1], float32(0.0))
-        x[1] = own_part + ptx.fma(count * inverse, mean, float32(0.0))
-        x[2] = ptx.fma(distance * distance, weight, x[2] + squares)
-        x[3] = ptx.fma(small * small, weight, x[3] + small_squares)
-        x[0] = x[0] + count
+    parts = threads // lanes * cluster
+    exchange = _exchange(threads // lanes, cluster, 4)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
 
     def butterfly(width):
         steps = width.bit_length() - 1
@@ -578,24 +654,35 @@ def moments(threads):
         @cuda.jit(device=True, inline="always")
         def merge(x):
             for step in range(steps):
-                pair(x, uint32(width) >> uint32(step + 1))
+                partner = uint32(width) >> uint32(step + 1)
+                count = ptx.shfl_bfly(x[0], partner)
+                mean = ptx.shfl_bfly(x[1], partner)
+                squares = ptx.shfl_bfly(x[2], partner)
+                small_squares = ptx.shfl_bfly(x[3], partner)
+                _merge_moments(x, count, mean, squares, small_squares)
 
         return merge
 
-    across_lanes, across_warps = butterfly(lanes), butterfly(warps)
+    across_lanes, across_parts = butterfly(lanes), butterfly(fewer)
 
     @cuda.jit(device=True, inline="always")
     def merge(x, scratch):
         across_lanes(x)
-        if warps > 1:
-            lane = ptx.lane_id()
-            if lane == uint32(0):
-                for k in range(4):
-                    scratch[uint32(k * warps) + uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x[k]
-            cuda.syncthreads()
+        if parts > 1:
+            exchange(x, scratch)
+            lane = uint32(ptx.lane_id() % uint32(fewer))
             for k in range(4):
-                x[k] = scratch[uint32(k * warps) + lane % uint32(warps)]
-            across_warps(x)
+                x[k] = scratch[lane + uint32(k * parts)]
+            for r in range(1, rounds):
+                at = lane + uint32(r * fewer)
+                _merge_moments(
+                    x,
+                    scratch[at],
+                    scratch[at + uint32(parts)],
+                    scratch[at + uint32(2 * parts)],
+                    scratch[at + uint32(3 * parts)],
+                )
+            across_parts(x)
 
     return merge
 

@@ -26,7 +26,16 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import SCRATCH, choose_walk, place, plan_rows, reductions, row_access
+from nbkernels.kernels.rows import (
+    SCRATCH,
+    choose_walk,
+    entrance,
+    has_clusters,
+    place,
+    plan_rows,
+    reductions,
+    row_access,
+)
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
@@ -35,15 +44,21 @@ LOG2E = math.log2(math.e)
 LOWEST = np.finfo(np.float32).min
 
 
-def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident):
-    """Rows in registers. threads and chunks: of one row; resident: blocks that a multiprocessor's registers must hold."""
+def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, cluster):
+    """Rows in registers.
+
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row.
+    """
     width = vector_width(dtype)
-    locate = place(threads, rows_per_block)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    scratch_size = SCRATCH * cluster
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     words, begin, load, get, anew, inside, put, flush = access
-    row_sum, row_max = reductions(threads)
+    row_sum, row_max = reductions(threads, cluster)
 
-    @kernel(launch_bounds=(threads * rows_per_block, resident))
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def softmax(
         x: ptx.pointer(dtype),
         y: ptx.pointer(dtype),
@@ -53,15 +68,17 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident):
         y_stride: int64,
         slope: float32,
     ):
-        max_scratch = cuda.shared.array(SCRATCH, float32)
-        sum_scratch = cuda.shared.array(SCRATCH, float32)
+        max_scratch = cuda.shared.array(scratch_size, float32)
+        sum_scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
-        row, thread, here = locate(rows, columns)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
         sign = float32(-1.0) if slope < float32(0.0) else float32(1.0)
         steepness = slope * sign
-        begin(x, row * x_stride, thread, here)
-        load(x, row * x_stride, thread, here, held)
+        begin(x, row * x_stride + start, thread, here)
+        load(x, row * x_stride + start, thread, here, held)
 
         top = float32(-np.inf)
         for c in range(chunks):
@@ -69,6 +86,7 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident):
             for j in range(width):
                 if inside(c * width + j, thread, here):
                     top = ptx.fmax(top, values[j] * sign)
+        entered()
         top = row_max(top, max_scratch)
 
         anew(held)
@@ -85,8 +103,8 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident):
             get(held, c, values)
             for j in range(width):
                 values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness) * inverse
-            put(y, row * y_stride, thread, here, c, values)
-        flush(y, row * y_stride, thread, here)
+            put(y, row * y_stride + start, thread, here, c, values)
+        flush(y, row * y_stride + start, thread, here)
 
     return softmax
 
@@ -158,9 +176,9 @@ def tiled_softmax_kernel(dtype, walk, threads, chunks):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, walk):
-    """rows, columns > 0; walk: ``rows.choose_walk``'s."""
-    return plan_rows(softmax_kernel, tiled_softmax_kernel, rows, columns, dtype, walk)
+def plan(rows, columns, dtype, walk, clusters=False):
+    """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s."""
+    return plan_rows(softmax_kernel, tiled_softmax_kernel, rows, columns, dtype, walk, clusters=clusters)
 
 
 def cost(rows, columns, dtype):
@@ -171,5 +189,6 @@ def cost(rows, columns, dtype):
 def run(x, out, scale, device, stream):
     """x, out [rows, columns] with contiguous columns; out may be x itself."""
     rows, columns = x.shape
-    chosen = plan(rows, columns, x.dtype, choose_walk(columns, x.dtype, (x, out)))
+    walk = choose_walk(columns, x.dtype, (x, out))
+    chosen = plan(rows, columns, x.dtype, walk, has_clusters(device))
     launch(chosen, (x.pointer, out.pointer, rows, columns, x.strides[0], out.strides[0], scale * LOG2E), device, stream)

@@ -53,7 +53,7 @@ class Resources:
 
 
 def find_ptxas():
-    """The assembler's path: of the installed wheel, which is as new as NVVM, or on PATH. FileNotFoundError where there is none."""
+    """The assembler: the installed wheel's, which is as new as NVVM, or one on PATH. FileNotFoundError where there is none."""
     spec = find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else ():
         for path in sorted(Path(folder).glob("**/bin/ptxas*")):
