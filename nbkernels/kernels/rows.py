@@ -48,8 +48,6 @@ SHORT_BLOCK = 128
 # The most threads a row gets. Single elements have a condition each and need more than the 64 registers that go with 1024.
 LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
-# Threads a multiprocessor has registers for, where blocks are small: 64 each.
-RESIDENT_THREADS = 1024
 # 16-byte pieces of a row beyond which blocks share it, and the most that do.
 SHARED_PIECES = 2048
 MOST_BLOCKS = 8
@@ -89,17 +87,18 @@ def split(columns, dtype, walk, arrays=1, clusters=False):
     parts = []
     while threads <= (LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED):
         chunks = -(-pieces // threads)
-        # 1024 threads have 64 registers each, which widened elements need
-        most = MOST_CHUNKS if threads < LONGEST_WIDE or dtype.itemsize == 4 else CHUNKS
+        # 1024 threads have 64 registers each, which widened elements and layer_norm's sums need
+        most = MOST_CHUNKS if threads < LONGEST_WIDE else MOST_CHUNKS - 1 if dtype.itemsize == 4 else CHUNKS
         if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
             parts.append((threads, chunks, cluster))
         threads *= 2
     return min(parts, key=loss) if parts else None
 
 
-def resident(threads, words):
+def resident(threads, words, walk):
     """Blocks of so many threads, of ``words`` registers that hold rows, that a multiprocessor holds at least."""
-    return max(1, (RESIDENT_THREADS if words <= 16 else RESIDENT_THREADS * 3 // 4) // threads)
+    kept = 512 if words > 16 else 1024 if walk == "wide" else 768  # threads; single elements have a condition each
+    return max(1, kept // threads)
 
 
 def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False):
@@ -116,7 +115,16 @@ def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clu
     threads, chunks, cluster = part
     rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
     block = threads * rows_per_block
-    constants = (dtype, walk, threads, chunks, rows_per_block, resident(block, 4 * chunks * arrays), cluster, *options)
+    constants = (
+        dtype,
+        walk,
+        threads,
+        chunks,
+        rows_per_block,
+        resident(block, 4 * chunks * arrays, walk),
+        cluster,
+        *options,
+    )
     shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
     return Plan(held, constants, (-(-rows // rows_per_block) * cluster, 1, 1), (block, 1, 1), shared)
 
