@@ -7,18 +7,17 @@ A row in registers, walked as ``rows`` says; x and residual are read once, y and
 
     load        x, residual  ->  held          as they lie in memory
     store       x + residual = t               rounded to x's dtype; what follows is of the unrounded sum
-    shift       t's first element              read by every thread
-    moments     mean and squares               of t - shift, first of a thread's elements, then merged over the row
-    finish      (t - shift - mean) · inverse root · weight + bias  ->  y
+    mean        sum t / columns                as well as a float32 holds it
+    deviations  t - mean                       their squares over the row, and their own mean
+    finish      (t - mean - that mean) · inverse root · weight + bias  ->  y
 
-The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation; that of the differences to any one element is small
-enough, whatever the element: an outlier of 100 deviations costs two digits of seven. The squares are those of differences to a
-mean at every stage, and cancel nothing.
+The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation. That is nothing to 16-bit elements; for float32 the mean
+of the deviations is taken off as well, and off their squares (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
+variance", corrected two-pass).
 
-A row beyond a block's registers is walked twice, tile by tile: there the shift is the mean of the first tile, and the squares are
-corrected by the mean of the deviations (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). That mean of
-k among n elements lies within sqrt(n / k) standard deviations of the row's mean, whatever the row holds (k times the square of
-the distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
+A row beyond a block's registers is walked twice, tile by tile: there the mean of the first tile stands for the row's. The mean of
+k among n elements lies within sqrt(n / k) standard deviations of the row's, whatever the row holds (k times the square of the
+distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
 """
 
 from functools import lru_cache
@@ -28,15 +27,13 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels import norm
-from nbkernels.kernels.elements import conversions, vector_width
-from nbkernels.kernels.norm import inverse_root
+from nbkernels.kernels.elements import vector_width
+from nbkernels.kernels.norm import SHRINK, tiled_inverse_root
 from nbkernels.kernels.rows import (
     SCRATCH,
-    SHRINK,
     choose_walk,
     entrance,
     has_clusters,
-    moments,
     place,
     plan_rows,
     reductions,
@@ -47,9 +44,6 @@ from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 3 * SCRATCH
-MOMENTS_SCRATCH = 4 * SCRATCH
-# An element beyond this is not taken off the others: the difference of two such may be infinite.
-LARGEST_SHIFT = np.float32(2.0**126)
 
 
 def layer_norm_kernel(
@@ -61,17 +55,19 @@ def layer_norm_kernel(
     blocks that share a row.
     """
     width = vector_width(dtype)
+    # 16-bit values have so few digits that a float32 holds their mean well enough
+    corrected = dtype.itemsize == 4
+    sum_count = 2 if corrected else 1
     locate = place(threads, rows_per_block, cluster, width)
     enter, entered = entrance(cluster)
-    scratch_size = MOMENTS_SCRATCH * cluster
+    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
     words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    inside, put, flush = access.inside, access.put, access.flush
+    whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
     scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
-    merge = moments(threads, cluster)
-    alike = width if walk == "wide" else 1  # elements that are inside the row or not together
-    inverse_values = np.float32(1 / (chunks * width))
-    from_storage, _ = conversions(dtype)
+    row_sum, _ = reductions(threads, cluster)
+    row_sums = several_sums(threads, sum_count, cluster)
+    root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
@@ -90,64 +86,53 @@ def layer_norm_kernel(
         inverse_columns: float32,
         eps: float32,
     ):
-        scratch = cuda.shared.array(scratch_size, float32)
+        mean_scratch = cuda.shared.array(scratch_size, float32)
+        sums_scratch = cuda.shared.array(sums_size, float32)
+        again_scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
-        found = cuda.local.array(4, float32)
+        sums = cuda.local.array(sum_count, float32)
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
-        shift = float32(0.0)
-        if row < rows:
-            shift = from_storage(x[row * x_stride])
-            if has_residual:
-                shift += from_storage(residual[row * residual_stride])
-        if not abs(shift) < LARGEST_SHIFT:  # nor a NaN
-            shift = float32(0.0)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
 
-        count = float32(0.0)
-        total_deviation = float32(0.0)
+        mean = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
                 put(total, row * total_stride + start, thread, here, c, values)
-            for j in range(width):
-                if inside(c * width + j, thread, here):
-                    if j % alike == 0:
-                        count += float32(alike)
-                    # scaled before they are summed: huge elements may sum to infinity
-                    total_deviation = ptx.fma(values[j] - shift, float32(inverse_values), total_deviation)
+            for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
+                mean = ptx.fma(values[j], inverse_columns, mean)
         if has_residual:
             flush(total, row * total_stride + start, thread, here)
-        mean = total_deviation * (float32(chunks * width) * ptx.rcp(ptx.fmax(count, float32(1.0))))
-
-        anew(held)
-        squares = float32(0.0)
-        small_squares = float32(0.0)
-        for c in range(chunks):
-            get(held, c, values)
-            for j in range(width):
-                if inside(c * width + j, thread, here):
-                    deviation = values[j] - shift
-                    small = ptx.fma(deviation, SHRINK, -(mean * SHRINK))  # the deviation itself may be infinite
-                    deviation -= mean
-                    squares += deviation * deviation
-                    small_squares += small * small
-        found[0] = count
-        found[1] = mean
-        found[2] = squares
-        found[3] = small_squares
         entered()
-        merge(found, scratch)
-        mean = found[1]
-        scale = inverse_root(found[2], found[3], float32(0.0), inverse_columns, eps)
+        mean = row_sum(mean, mean_scratch)
 
         anew(held)
+        for k in range(sum_count):
+            sums[k] = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             for j in range(width):
-                values[j] = (values[j] - shift - mean) * scale
+                if whole(c, here) or inside(c * width + j, thread, here):
+                    deviation = values[j] - mean
+                    sums[0] += deviation * deviation
+                    if corrected:
+                        sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
+        row_sums(sums, sums_scratch)
+        correction = sums[sum_count - 1] if corrected else float32(0.0)
+        scale = root(held, mean, sums[0], correction, inverse_columns, eps, thread, here, again_scratch)
+
+        anew(held)
+        offset = -mean * scale
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                if corrected:
+                    values[j] = (values[j] - mean - correction) * scale
+                else:
+                    values[j] = ptx.fma(values[j], scale, offset)
             scale_chunk(values, weight, bias, start, thread, here, c)
             put(y, row * y_stride + start, thread, here, c, values)
         flush(y, row * y_stride + start, thread, here)
@@ -230,7 +215,7 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
             gather(held, shift, thread, here, inverse_columns, sums)
         row_sums(sums, sums_scratch)
         mean = sums[0]
-        scale = inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
+        scale = tiled_inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
 
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))
@@ -266,7 +251,9 @@ def plan(
     """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's."""
     options = (parameter_dtype, has_weight, has_bias, has_residual)
     arrays = 2 if has_residual else 1
-    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
+    return plan_rows(
+        layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters, few=4
+    )
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):

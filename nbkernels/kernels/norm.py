@@ -6,8 +6,8 @@
 
 A row in registers is read once; a longer one twice, tile by tile, the second time mostly from L2.
 
-Sums of squares are kept twice, of the values and of the values times 2^-80: where the first overflows (float32 and bfloat16
-reach 3e38) the second still holds, and where the second underflows the first is exact.
+The sum of squares may overflow where a float32 holds the values (up to 3e38): then that of the values times 2^-80 holds. A row in
+registers is summed again for it; a longer one keeps both sums.
 """
 
 from functools import cache
@@ -18,8 +18,10 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import SHRINK, anew_words, row_access
+from nbkernels.kernels.rows import anew_words, reductions, row_access
 
+# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
+SHRINK = np.float32(2.0**-80)
 LARGEST = np.finfo(np.float32).max
 
 
@@ -117,8 +119,40 @@ def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias):
     return scale_chunk
 
 
+@cache
+def inverse_root(dtype, threads, chunks, cluster, get, inside):
+    """root(held, mean, squares, correction, inverse_columns, eps, thread, columns, scratch) -> 1 / sqrt(variance + eps).
+
+    squares: the row's sum of squares of values - mean; correction: the mean of those differences. Where the sum is infinite, as
+    it may be for float32 and bfloat16, the row is summed again, scaled down; scratch is for that.
+    """
+    width = vector_width(dtype)
+    row_sum, _ = reductions(threads, cluster)
+    may_overflow = str(dtype) != "float16"
+
+    @cuda.jit(device=True, inline="always")
+    def root(held, mean, squares, correction, inverse_columns, eps, thread, columns, scratch):
+        if may_overflow and ptx.warp_any(uint32(0) if squares <= LARGEST else uint32(1)):  # a NaN is not smaller either
+            values = cuda.local.array(width, float32)
+            small_mean = mean * SHRINK
+            small_squares = float32(0.0)
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    if inside(c * width + j, thread, columns):
+                        small = ptx.fma(values[j], SHRINK, -small_mean)  # the difference itself may be infinite
+                        small_squares += small * small
+            small_squares = row_sum(small_squares, scratch)
+            if squares > LARGEST:
+                # eps is far below what a float32 can add to such a variance
+                return ptx.rsqrt(small_squares * inverse_columns) * SHRINK
+        return ptx.rsqrt(ptx.fmax_nan(squares * inverse_columns - correction * correction, float32(0.0)) + eps)
+
+    return root
+
+
 @cuda.jit(device=True, inline="always")
-def inverse_root(squares, small_squares, mean, inverse_columns, eps):
+def tiled_inverse_root(squares, small_squares, mean, inverse_columns, eps):
     """1 / sqrt(squares / columns - mean² + eps), from the sums of squares of the values and of the values · SHRINK."""
     if squares > float32(LARGEST):
         # eps is far below what a float32 can add to such a variance

@@ -20,15 +20,15 @@ from numba import cuda, float32, int64, uint32
 from nbkernels import ptx
 from nbkernels.kernels import norm
 from nbkernels.kernels.elements import vector_width
-from nbkernels.kernels.norm import inverse_root
+from nbkernels.kernels.norm import SHRINK, tiled_inverse_root
 from nbkernels.kernels.rows import (
     SCRATCH,
-    SHRINK,
     choose_walk,
     entrance,
     has_clusters,
     place,
     plan_rows,
+    reductions,
     row_access,
     several_sums,
 )
@@ -47,12 +47,13 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clus
     width = vector_width(dtype)
     locate = place(threads, rows_per_block, cluster, width)
     enter, entered = entrance(cluster)
-    scratch_size = SUMS_SCRATCH * cluster
+    scratch_size = SCRATCH * cluster
     words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     put, flush = access.put, access.flush
     scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False)
-    row_sums = several_sums(threads, 2, cluster)
+    row_sum, _ = reductions(threads, cluster)
+    root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
@@ -71,29 +72,27 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clus
         eps: float32,
     ):
         scratch = cuda.shared.array(scratch_size, float32)
+        again_scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
         values = cuda.local.array(width, float32)
-        sums = cuda.local.array(2, float32)
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
 
-        sums[0] = float32(0.0)
-        sums[1] = float32(0.0)
+        squares = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
                 put(total, row * total_stride + start, thread, here, c, values)
             for j in range(width):  # registers past the row are zero
-                small = values[j] * SHRINK
-                sums[0] += values[j] * values[j]
-                sums[1] += small * small
+                squares += values[j] * values[j]
         if has_residual:
             flush(total, row * total_stride + start, thread, here)
         entered()
-        row_sums(sums, scratch)
-        scale = inverse_root(sums[0], sums[1], float32(0.0), inverse_columns, eps)
+        squares = row_sum(squares, scratch)
+        zero = float32(0.0)
+        scale = root(held, zero, squares, zero, inverse_columns, eps, thread, here, again_scratch)
 
         anew(held)
         for c in range(chunks):
@@ -159,7 +158,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
             sums[0] += part
             sums[1] += small_part
         row_sums(sums, scratch)
-        scale = inverse_root(sums[0], sums[1], float32(0.0), inverse_columns, eps)
+        scale = tiled_inverse_root(sums[0], sums[1], float32(0.0), inverse_columns, eps)
 
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))

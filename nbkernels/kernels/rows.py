@@ -27,7 +27,6 @@ import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-import numpy as np
 from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
@@ -36,8 +35,6 @@ from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
 from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
 
-# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
-SHRINK = np.float32(2.0**-80)
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
 # Chunks a thread holds of one array, and at most: with 1024 threads there are 64 registers.
@@ -48,8 +45,8 @@ SHORT_BLOCK = 128
 # The most threads a row gets. Single elements have a condition each and need more than the 64 registers that go with 1024.
 LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
-# 16-byte pieces of a row beyond which blocks share it, and the most that do.
-SHARED_PIECES = 2048
+# 16-byte pieces that a block holds of a row of 16-bit elements, and the most blocks that share one.
+HELD_PIECES = 4096
 MOST_BLOCKS = 8
 # Below four threads a row there would be more rows in a warp than a memory transaction has use for.
 FEWEST_THREADS = 4
@@ -63,19 +60,22 @@ def _power_of_two(n):
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, walk, arrays=1, clusters=False):
+def split(columns, dtype, walk, arrays=1, clusters=False, few=2):
     """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
-    clusters: whether blocks can share a row. As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a
-    thread, so that many are on their way, long ones more, so that few threads reduce; what a row leaves unused of them counts
-    most. Beyond SHARED_PIECES a row goes to a cluster, so that a multiprocessor has parts of several rows.
+    clusters: whether blocks can share a row; few: chunks a thread that suit short rows. As measured on an H200
+    (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long ones more, so that few
+    threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block cannot hold, and then has
+    two blocks a multiprocessor where they hold it.
     """
     pieces = -(-columns // vector_width(dtype))
+    most_held = HELD_PIECES * (2 if arrays == 1 and dtype.itemsize == 4 else 1)
     cluster = 1
-    while clusters and cluster < MOST_BLOCKS and pieces > SHARED_PIECES * cluster:
-        cluster *= 2
+    if clusters and pieces > most_held:
+        shared = most_held if most_held > HELD_PIECES else HELD_PIECES // 2
+        cluster = min(MOST_BLOCKS, _power_of_two(-(-pieces // shared)))
     pieces = -(-pieces // cluster)
-    short, few, more = (128, 2, 4) if arrays == 1 else (256, 1, 3)
+    short, few, more = (128, few, 4) if arrays == 1 else (256, 1, 3)
     wanted = few if pieces <= short else more
 
     def loss(part):
@@ -87,8 +87,8 @@ def split(columns, dtype, walk, arrays=1, clusters=False):
     parts = []
     while threads <= (LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED):
         chunks = -(-pieces // threads)
-        # 1024 threads have 64 registers each, which widened elements and layer_norm's sums need
-        most = MOST_CHUNKS if threads < LONGEST_WIDE else MOST_CHUNKS - 1 if dtype.itemsize == 4 else CHUNKS
+        # 1024 threads have 64 registers each, which widened elements need
+        most = MOST_CHUNKS if threads < LONGEST_WIDE or dtype.itemsize == 4 else CHUNKS
         if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
             parts.append((threads, chunks, cluster))
         threads *= 2
@@ -101,13 +101,13 @@ def resident(threads, words, walk):
     return max(1, kept // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False):
+def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False, few=2):
     """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
 
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
     walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
     """
-    part = split(columns, dtype, walk, arrays, clusters)
+    part = split(columns, dtype, walk, arrays, clusters, few)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
@@ -205,6 +205,7 @@ class Access(NamedTuple):
     load(pointer, start, thread, columns, held): held[:] = the thread's part; zeros past ``columns``. After ``begin``
     get(held, c, values): values[:width] = chunk c in float32
     anew(held): what ``get`` widened is forgotten, so that it takes no registers over a reduction
+    whole(c, columns): whether chunk c of every thread is inside the row: true for all but the last, as a rule
     inside(i, thread, columns): whether element i of the thread's chunks · width is one of the row
     put(pointer, start, thread, columns, c, values): the row's chunk c = values[:width], rounded; nothing past ``columns``
     flush(pointer, start, thread, columns): after the last ``put`` of a row
@@ -215,6 +216,7 @@ class Access(NamedTuple):
     load: object
     get: object
     anew: object
+    whole: object
     inside: object
     put: object
     flush: object
@@ -232,6 +234,15 @@ def row_access(dtype, width, walk, threads, chunks, *, rows_per_block=1, slot=0,
     if walk == "staged":
         return _staged(dtype, width, threads, chunks, rows_per_block, slot)
     return _strided(dtype, width, threads, chunks)
+
+
+@cache
+def _whole(threads, width):
+    @cuda.jit(device=True, inline="always")
+    def whole(c, columns):
+        return uint32(uint32(c + 1) * uint32(threads * width)) <= columns
+
+    return whole
 
 
 @cache
@@ -319,7 +330,7 @@ def _wide(dtype, width, threads, chunks, cached):
                 ptx.st_global_v4_f32(ptx.address(pointer, own), values[0], values[1], values[2], values[3])
 
     anew = anew_words(chunks * words) if narrow else _as_they_are
-    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
+    return Access(chunks * words, _nothing, load, get, anew, _whole(threads, width), inside, put, _nothing)
 
 
 def _words(dtype, width, threads, chunks):
@@ -395,7 +406,7 @@ def _strided(dtype, width, threads, chunks):
             if inside(i, thread, columns):
                 pointer[start + column(i, thread)] = to_storage(values[j])
 
-    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
+    return Access(chunks * words, _nothing, load, get, anew, _whole(threads, width), inside, put, _nothing)
 
 
 def _slot_elements(dtype, threads, chunks):
@@ -451,63 +462,89 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
                 ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
         ptx.cp_async_commit()
 
+    whole = _whole(threads, width)
+
+    @cuda.jit(device=True, inline="always")
+    def take(at, odd):
+        # a row may begin in the middle of a word of shared memory; all of its threads then read halves
+        if elements == 2 and odd:
+            upper = uint32(ptx.ld_shared_u16(uint32(at + uint32(2))))
+            return uint32(uint32(ptx.ld_shared_u16(at)) | uint32(upper << uint32(16)))
+        return ptx.ld_shared(at)
+
     if elements == 1:
 
         @cuda.jit(device=True, inline="always")
-        def take(own, w, thread, columns):
-            word = uint32(0)
-            if inside(w, thread, columns):
-                word = ptx.ld_shared(uint32(own + uint32(4 * w * threads)))
-            return word
+        def take_checked(at, odd, w, thread, columns):
+            return ptx.ld_shared(at) if inside(w, thread, columns) else uint32(0)
 
         @cuda.jit(device=True, inline="always")
-        def give(own, w, thread, columns, values, j):
+        def give(at, odd, values, j):
+            write(at, values[j])
+
+        @cuda.jit(device=True, inline="always")
+        def give_checked(at, odd, w, thread, columns, values, j):
             if inside(w, thread, columns):
-                write(uint32(own + uint32(4 * w * threads)), values[j])
+                write(at, values[j])
 
     else:
 
         @cuda.jit(device=True, inline="always")
-        def take(own, w, thread, columns):
-            # a row may begin in the middle of a word of shared memory; all of its threads then read halves
-            at = uint32(own + uint32(4 * w * threads))
+        def take_checked(at, odd, w, thread, columns):
             word = uint32(0)
             if inside(2 * w + 1, thread, columns):
-                if uint32(own & uint32(2)) == uint32(0):
-                    word = ptx.ld_shared(at)
-                else:
-                    upper = uint32(ptx.ld_shared_u16(uint32(at + uint32(2))))
-                    word = uint32(uint32(ptx.ld_shared_u16(at)) | uint32(upper << uint32(16)))
+                word = take(at, True)
             elif inside(2 * w, thread, columns):
                 word = uint32(ptx.ld_shared_u16(at))
             return word
 
         @cuda.jit(device=True, inline="always")
-        def give(own, w, thread, columns, values, j):
-            at = uint32(own + uint32(4 * w * threads))
-            if inside(2 * w + 1, thread, columns):
-                if uint32(own & uint32(2)) == uint32(0):
-                    ptx.st_shared(at, pack(values[j], values[j + 1]))
-                else:
-                    write(at, to_storage(values[j]))
-                    write(uint32(at + uint32(2)), to_storage(values[j + 1]))
-            elif inside(2 * w, thread, columns):
+        def give(at, odd, values, j):
+            if odd:
                 write(at, to_storage(values[j]))
+                write(uint32(at + uint32(2)), to_storage(values[j + 1]))
+            else:
+                ptx.st_shared(at, pack(values[j], values[j + 1]))
+
+        @cuda.jit(device=True, inline="always")
+        def give_checked(at, odd, w, thread, columns, values, j):
+            if inside(2 * w, thread, columns):
+                write(at, to_storage(values[j]))
+            if inside(2 * w + 1, thread, columns):
+                write(uint32(at + uint32(2)), to_storage(values[j + 1]))
 
     @cuda.jit(device=True, inline="always")
     def load(pointer, start, thread, columns, held):
         ptx.cp_async_wait(0)
         cuda.syncthreads()
         own = own_at(pointer, start, thread, columns)
-        for w in range(chunks * words):
-            held[w] = take(own, w, thread, columns)
+        odd = uint32(own & uint32(2)) != uint32(0)
+        for c in range(chunks):
+            if not whole(c, columns):
+                for w in range(c * words, (c + 1) * words):
+                    held[w] = take_checked(uint32(own + uint32(4 * w * threads)), odd, w, thread, columns)
+            elif odd:
+                for w in range(c * words, (c + 1) * words):
+                    held[w] = take(uint32(own + uint32(4 * w * threads)), True)
+            else:
+                for w in range(c * words, (c + 1) * words):
+                    held[w] = take(uint32(own + uint32(4 * w * threads)), False)
         cuda.syncthreads()
 
     @cuda.jit(device=True, inline="always")
     def put(pointer, start, thread, columns, c, values):
         own = own_at(pointer, start, thread, columns)
-        for j in range(words):
-            give(own, c * words + j, thread, columns, values, j * elements)
+        odd = uint32(own & uint32(2)) != uint32(0)
+        if not whole(c, columns):
+            for j in range(words):
+                w = c * words + j
+                give_checked(uint32(own + uint32(4 * w * threads)), odd, w, thread, columns, values, j * elements)
+        elif odd:
+            for j in range(words):
+                give(uint32(own + uint32(4 * (c * words + j) * threads)), True, values, j * elements)
+        else:
+            for j in range(words):
+                give(uint32(own + uint32(4 * (c * words + j) * threads)), False, values, j * elements)
 
     @cuda.jit(device=True, inline="always")
     def flush(pointer, start, thread, columns):
@@ -531,7 +568,7 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
             pointer[start + int64(uint32(head + last))] = read(uint32(shared + uint32(last * uint32(itemsize))))
         cuda.syncthreads()
 
-    return Access(chunks * words, begin, load, get, anew, inside, put, flush)
+    return Access(chunks * words, begin, load, get, anew, whole, inside, put, flush)
 
 
 @cache
@@ -626,73 +663,6 @@ def several_sums(threads, count, cluster=1):
                 x[k] = across_parts(x[k])
 
     return row_sums
-
-
-@cuda.jit(device=True, inline="always")
-def _merge_moments(x, count, mean, squares, small_squares):
-    # both of a pair get the same bits: sums and products of the two commute, and no product melts into a sum
-    inverse = ptx.rcp(ptx.fmax(x[0] + count, float32(1.0)))
-    distance = x[1] - mean
-    weight = x[0] * count * inverse
-    small = ptx.fma(x[1], SHRINK, -(mean * SHRINK))  # the distance itself may be infinite
-    own_part = ptx.fma(x[0] * inverse, x[1], float32(0.0))
-    x[1] = own_part + ptx.fma(count * inverse, mean, float32(0.0))
-    x[2] = ptx.fma(distance * distance, weight, x[2] + squares)
-    x[3] = ptx.fma(small * small, weight, x[3] + small_squares)
-    x[0] = x[0] + count
-
-
-@cache
-def moments(threads, cluster=1):
-    """merge(x, scratch): x = (count, mean, squares of the deviations, those of the deviations · SHRINK), of a thread's elements,
-    becomes that of all elements of the row, in each of its threads and in a fixed order.
-
-    Pairs are merged as in Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
-    variances". scratch: 4 · SCRATCH · cluster float32 of shared memory, for this reduction alone.
-    """
-    lanes = min(threads, ptx.WARP)
-    parts = threads // lanes * cluster
-    exchange = _exchange(threads // lanes, cluster, 4)
-    fewer = min(parts, ptx.WARP)
-    rounds = parts // fewer
-
-    def butterfly(width):
-        steps = width.bit_length() - 1
-
-        @cuda.jit(device=True, inline="always")
-        def merge(x):
-            for step in range(steps):
-                partner = uint32(width) >> uint32(step + 1)
-                count = ptx.shfl_bfly(x[0], partner)
-                mean = ptx.shfl_bfly(x[1], partner)
-                squares = ptx.shfl_bfly(x[2], partner)
-                small_squares = ptx.shfl_bfly(x[3], partner)
-                _merge_moments(x, count, mean, squares, small_squares)
-
-        return merge
-
-    across_lanes, across_parts = butterfly(lanes), butterfly(fewer)
-
-    @cuda.jit(device=True, inline="always")
-    def merge(x, scratch):
-        across_lanes(x)
-        if parts > 1:
-            exchange(x, scratch)
-            lane = uint32(ptx.lane_id() % uint32(fewer))
-            for k in range(4):
-                x[k] = scratch[lane + uint32(k * parts)]
-            for r in range(1, rounds):
-                at = lane + uint32(r * fewer)
-                _merge_moments(
-                    x,
-                    scratch[at],
-                    scratch[at + uint32(parts)],
-                    scratch[at + uint32(2 * parts)],
-                    scratch[at + uint32(3 * parts)],
-                )
-            across_parts(x)
-
-    return merge
 
 
 @cuda.jit(device=True, inline="always")

@@ -55,7 +55,7 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clust
     enter, entered = entrance(cluster)
     scratch_size = SCRATCH * cluster
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    words, begin, load, get, anew, inside, put, flush = access
+    words, begin, load, get, anew, whole, inside, put, flush = access
     row_sum, row_max = reductions(threads, cluster)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
@@ -84,7 +84,7 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clust
         for c in range(chunks):
             get(held, c, values)
             for j in range(width):
-                if inside(c * width + j, thread, here):
+                if whole(c, here) or inside(c * width + j, thread, here):
                     top = ptx.fmax(top, values[j] * sign)
         entered()
         top = row_max(top, max_scratch)
@@ -95,7 +95,7 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clust
             get(held, c, values)
             for j in range(width):
                 weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
-                total += weight if inside(c * width + j, thread, here) else float32(0.0)
+                total += weight if whole(c, here) or inside(c * width + j, thread, here) else float32(0.0)
         inverse = ptx.rcp(row_sum(total, sum_scratch))
 
         anew(held)
@@ -113,7 +113,7 @@ def tiled_softmax_kernel(dtype, walk, threads, chunks):
     """A block a row, in two walks over tiles of threads·chunks·width columns."""
     width = vector_width(dtype)
     tile = threads * chunks * width
-    words, begin, load, get, anew, inside, put, flush = row_access(dtype, width, walk, threads, chunks)
+    words, begin, load, get, anew, _, inside, put, flush = row_access(dtype, width, walk, threads, chunks)
     row_sum, row_max = reductions(threads)
 
     @kernel(launch_bounds=threads)
