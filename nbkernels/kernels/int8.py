@@ -61,3 +61,20 @@ def _bf16x2_pairs_from_int8x4(word):
 def pairs_from_int8x4(dtype):
     """widen(word): four signed bytes -> two words of two float16 or bfloat16 each."""
     return _bf16x2_pairs_from_int8x4 if str(dtype) == "bfloat16" else _f16x2_pairs_from_int8x4
+
+
+@cuda.jit(device=True, inline="always")
+def _bf16x2_from_int8x2(word):
+    return _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4140)))
+
+
+@cuda.jit(device=True, inline="always")
+def _f16x2_from_int8x2(word):
+    biased = uint32(word ^ uint32(0x8080))
+    return ptx.sub_f16x2(ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480))
+
+
+@cache
+def pair_from_int8x2(dtype):
+    """widen(word): the two lower signed bytes -> a word of two float16 or bfloat16."""
+    return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
