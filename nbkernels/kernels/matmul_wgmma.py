@@ -129,14 +129,15 @@ def _multiply_dense(dtype, blocks, b_rows):
 
 @cache
 def _store_dense(dtype, epilogue):
-    """fill(box, sums, at, row, column, …): 64 × 64 sums of a warpgroup -> a box of y in shared memory. row, column: of y."""
+    """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory."""
     unpack = ptx.floats_from_bf16x2 if str(dtype) == "bfloat16" else ptx.floats_from_f16x2
     pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
     activate = activation_function(epilogue)
     has_bias, has_residual = epilogue.bias, epilogue.residual
 
     @cuda.jit(device=True, inline="always")
-    def fill(box, sums, at, row, column, warp, lane, rows, columns, row_scales, row_biases, bias, residual, stride):
+    def fill(box, sums, at, row, column, warp, lane, call):
+        _, rows, columns, bias, residual, stride = call
         quad = uint32(uint32(lane & uint32(3)) << uint32(1))
         inside = uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
         added = cuda.local.array(16, uint32)
@@ -198,6 +199,39 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     keep = ptx.hold(values)
     free = 8 * stages
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
+
+    def boxes_from(number):
+        """Code that stores a consumer's boxes from ``number`` on. One function each: a loop as long as this is not unrolled."""
+        if number == blocks * parts:
+
+            @cuda.jit(device=True, inline="always")
+            def store(sums, boxes, corner, team, call):
+                pass
+
+            return store
+        block, part = number // parts, number % parts
+        others = boxes_from(number + 1)
+
+        @cuda.jit(device=True, inline="always")
+        def store(sums, boxes, corner, team, call):
+            """boxes: (the one to fill, the other's distance); corner: the warpgroup's first row and column in y."""
+            box = uint32(boxes[0] + boxes[1]) if number % 2 else boxes[0]
+            group, warp, lane, leader = team
+            row = uint32(corner[0] + uint32(64 * block))
+            column = uint32(corner[1] + uint32(BOX * part))
+            fill(box, sums, block * count + 32 * part, row, column, warp, lane, call)
+            fence_proxy_async()
+            if leader:
+                bulk_wait_read(0)  # the other box is free again, for those behind the barrier
+            barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
+            if leader:
+                tensor_store_2d(call[0], column, row, box)
+                bulk_commit()
+            others(sums, boxes, corner, team, call)
+
+        return store
+
+    store_boxes = boxes_from(0)
 
     @kernel(launch_bounds=(THREADS, 1))  # setmaxnreg needs a known register count at entry
     def matmul_wgmma(
@@ -273,7 +307,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 own_a = uint32(group * uint32(own_rows))
             box = uint32(boxes + uint32(group * uint32(2 * BOX_BYTES)))
             other_box = uint32(BOX_BYTES)
-            out_at = tensor_map_address(out_map)
+            call = (tensor_map_address(out_map), rows, columns, bias, residual, residual_stride)
             if ping_pong:
                 if group == uint32(1):
                     # the first consumer's turn
@@ -319,35 +353,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 if lane == uint32(0):
                     mbarrier_arrive(before)
 
-                for block in range(blocks):
-                    for part in range(parts):
-                        box_row = uint32(row + own_a + uint32(64 * block))
-                        box_column = uint32(column + uint32(BOX * part))
-                        fill(
-                            box,
-                            sums,
-                            block * count + 32 * part,
-                            box_row,
-                            box_column,
-                            warp,
-                            lane,
-                            rows,
-                            columns,
-                            scales,
-                            scales,
-                            bias,
-                            residual,
-                            residual_stride,
-                        )
-                        fence_proxy_async()
-                        if leader:
-                            bulk_wait_read(0)  # the other box is free again, for those behind the barrier
-                        barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
-                        if leader:
-                            tensor_store_2d(out_at, box_column, box_row, box)
-                            bulk_commit()
-                        box = uint32(box + other_box)
-                        other_box = uint32(uint32(0) - other_box)
+                corner = (uint32(row + own_a), column)
+                store_boxes(sums, (box, other_box), corner, (group, warp, lane, leader), call)
+                if blocks * parts % 2:
+                    box = uint32(box + other_box)
+                    other_box = uint32(uint32(0) - other_box)
                 tile = uint32(tile + stride)
                 if ping_pong:
                     tile = uint32(tile + stride)
