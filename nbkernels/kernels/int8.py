@@ -32,6 +32,16 @@ def floats_from_int8x4(word):
 
 
 @cuda.jit(device=True, inline="always")
+def floats_from_int8x2(word):
+    """The two lower signed bytes of a word, the upper ones 0 -> two float32."""
+    biased = uint32(word ^ uint32(0x8080))
+    return (
+        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7440))) - FLOAT32_OFFSET,
+        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7441))) - FLOAT32_OFFSET,
+    )
+
+
+@cuda.jit(device=True, inline="always")
 def _f16x2_pairs_from_int8x4(word):
     biased = uint32(word ^ uint32(0x80808080))
     return (

@@ -30,8 +30,9 @@ from functools import cache, lru_cache
 from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
+from nbkernels.kernels.elements import conversions
 from nbkernels.kernels.epilogue import activation_function
-from nbkernels.kernels.int8 import pair_from_int8x2
+from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan
 from nbkernels.launch.tensor_map import describes, tensor_map
@@ -103,15 +104,19 @@ def _tile(number, row_tiles, column_tiles, band):
 
 @cache
 def _multiply_dense(dtype, blocks, b_rows):
-    """multiply(a_tile, b_tile, sums, first): sums += a · bᵀ of a stage, in flight; first: they start from zero."""
+    """multiply(a_tile, b_tile, sums, step, before, lane, words, scales): sums += a · bᵀ of a stage, in flight.
+
+    The stage before is free then: its mbarrier, ``before``, is told. step 0: sums start from zero, and there is none before.
+    """
     update = wgmma_update(str(dtype), b_rows)
     bits = descriptor_bits(16, 8 * X_ROW_BYTES, X_ROW_BYTES)
     count = b_rows // 2
 
     @cuda.jit(device=True, inline="always")
-    def multiply(a_tile, b_tile, sums, first):
+    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, scales):
         a_bits = uint64(descriptor_address(a_tile) + uint64(bits))
         b_bits = uint64(descriptor_address(b_tile) + uint64(bits))
+        more = uint32(1) if step > uint32(0) else uint32(0)
         wgmma_fence()
         for k in range(K_STEPS):
             for block in range(blocks):
@@ -120,24 +125,86 @@ def _multiply_dense(dtype, blocks, b_rows):
                     block * count,
                     uint64(a_bits + uint64(2 * k + block * 4 * X_ROW_BYTES)),
                     uint64(b_bits + uint64(2 * k)),
-                    first if k == 0 else uint32(1),
+                    more if k == 0 else uint32(1),
                 )
         wgmma_commit()
+        wgmma_wait(1)
+        if step > uint32(0) and lane == uint32(0):
+            mbarrier_arrive(before)
 
     return multiply
 
 
 @cache
-def _store_dense(dtype, epilogue):
+def _multiply_int8(dtype, b_rows, groups):
+    """As _multiply_dense with a = 64 rows of int8, 64 bytes each under a swizzle of 64 bytes, and b from x.
+
+    words: 8 registers for fragments of a, of the product in flight and of the next. scales: with ``groups`` those of the lane's
+    two rows for both halves of the stage: (row g, g + 8 of k 0 to 31, then of k 32 to 63).
+    """
+    update = wgmma_update(str(dtype), b_rows, a="registers")
+    bits = descriptor_bits(16, 8 * X_ROW_BYTES, X_ROW_BYTES)
+    widen = pair_from_int8x2(dtype)
+    pack = ptx.bf16x2_from_floats
+    keep = ptx.hold(4, "r")
+    loads = 4 * K_STEPS
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, scales):
+        b_bits = uint64(descriptor_address(b_tile) + uint64(bits))
+        more = uint32(1) if step > uint32(0) else uint32(0)
+        # a fragment's lane has two neighbours in k, and the two that are 8 further, of rows g and g + 8
+        g = uint32(lane >> uint32(2))
+        row = uint32(uint32(warp << uint32(4)) + g)
+        turned = uint32(uint32(uint32(g >> uint32(1)) & uint32(3)) << uint32(4))
+        start = uint32(
+            a_tile + uint32(row << uint32(6)) + uint32(uint32(lane & uint32(3)) << uint32(1))
+        )
+        raw = cuda.local.array(loads, uint32)
+        for k in range(K_STEPS):
+            for i in range(4):
+                place = uint32(start + uint32(uint32(16 * k) ^ turned) + uint32(8 * (i // 2) + 8 * STEP * (i % 2)))
+                raw[4 * k + i] = uint32(ptx.ld_shared_u16(place))
+        for k in range(K_STEPS):
+            own = 4 * (k % 2)
+            for i in range(4):
+                if groups:
+                    first, second = floats_from_int8x2(raw[4 * k + i])
+                    scale = scales[k // 2 * 2 + i % 2]
+                    words[own + i] = pack(first * scale, second * scale)
+                else:
+                    words[own + i] = widen(raw[4 * k + i])
+            keep(words, own)
+            wgmma_fence()
+            update(sums, 0, words, own, uint64(b_bits + uint64(2 * k)), more if k == 0 else uint32(1))
+            wgmma_commit()
+            wgmma_wait(1)
+            keep(words, 4 - own)  # the product before has read them
+            if k == 0:
+                if step > uint32(0) and lane == uint32(0):
+                    mbarrier_arrive(before)
+
+    return multiply
+
+
+@cache
+def _pairs(dtype):
+    """(two floats from a word, a word from two floats) of a 16-bit dtype."""
+    if str(dtype) == "bfloat16":
+        return ptx.floats_from_bf16x2, ptx.bf16x2_from_floats
+    return ptx.floats_from_f16x2, ptx.f16x2_from_floats
+
+
+@cache
+def _fill_dense(dtype, epilogue):
     """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory."""
-    unpack = ptx.floats_from_bf16x2 if str(dtype) == "bfloat16" else ptx.floats_from_f16x2
-    pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
+    unpack, pack = _pairs(dtype)
     activate = activation_function(epilogue)
     has_bias, has_residual = epilogue.bias, epilogue.residual
 
     @cuda.jit(device=True, inline="always")
     def fill(box, sums, at, row, column, warp, lane, call):
-        _, rows, columns, bias, residual, stride = call
+        _, rows, columns, scales, scale_stride, bias, residual, stride = call
         quad = uint32(uint32(lane & uint32(3)) << uint32(1))
         inside = uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
         added = cuda.local.array(16, uint32)
@@ -170,8 +237,62 @@ def _store_dense(dtype, epilogue):
                     first += pair[0]
                     second += pair[1]
                 chunk = uint32(uint32(uint32(j) ^ uint32(inside & uint32(7))) << uint32(4))
-                place = uint32(box + uint32(uint32(inside + uint32(8 * h)) << uint32(7)) + chunk + uint32(quad << 1))
+                place = uint32(box + uint32(uint32(inside + uint32(8 * h)) << uint32(7)) + chunk + uint32(quad << uint32(1)))
                 ptx.st_shared(place, pack(first, second))
+
+    return fill
+
+
+@cache
+def _fill_transposed(dtype, epilogue):
+    """As _fill_dense where the sums' rows are y's columns. A lane's pair lies along y's columns after movmatrix."""
+    unpack, pack = _pairs(dtype)
+    from_storage, _ = conversions(dtype)
+    activate = activation_function(epilogue)
+    has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
+
+    @cuda.jit(device=True, inline="always")
+    def fill(box, sums, at, row, column, warp, lane, call):
+        _, rows, columns, scales, scale_stride, bias, residual, stride = call
+        quad = uint32(uint32(lane & uint32(3)) << uint32(1))
+        g = uint32(lane >> uint32(2))
+        first_column = uint32(column + uint32(warp << uint32(4)))
+        added = cuda.local.array(16, uint32)
+        if has_residual:
+            for j in range(8):
+                for h in range(2):
+                    m = uint32(row + g + uint32(8 * j))
+                    n = uint32(first_column + quad + uint32(8 * h))
+                    added[2 * j + h] = uint32(0)
+                    if m < rows and n < columns:
+                        added[2 * j + h] = ptx.ld_global(ptx.address(residual, int64(m) * stride + int64(n)))
+        for h in range(2):
+            n = uint32(first_column + g + uint32(8 * h))
+            scale = float32(1.0)
+            added_bias = float32(0.0)
+            if n < columns:
+                if has_scale:
+                    scale = scales[int64(n) * scale_stride]
+                if has_bias:
+                    added_bias = from_storage(bias[int64(n)])
+            for j in range(8):
+                first = sums[at + 4 * j + 2 * h]
+                second = sums[at + 4 * j + 2 * h + 1]
+                if has_scale:
+                    first *= scale
+                    second *= scale
+                if has_bias:
+                    first += added_bias
+                    second += added_bias
+                first = activate(first)
+                second = activate(second)
+                if has_residual:
+                    pair = unpack(ptx.movmatrix_trans(added[2 * j + h]))
+                    first += pair[0]
+                    second += pair[1]
+                chunk = uint32(uint32(uint32(uint32(warp << uint32(1)) + uint32(h)) ^ g) << uint32(4))
+                place = uint32(box + uint32(uint32(g + uint32(8 * j)) << uint32(7)) + chunk + uint32(quad << uint32(1)))
+                ptx.st_shared(place, ptx.movmatrix_trans(pack(first, second)))
 
     return fill
 
@@ -182,11 +303,12 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     tile_m × tile_n: a tile of y, of a block; with ping_pong of a warpgroup: then one multiplies while the other stores. grid: any
     number of blocks. Columns are even in number, and pairs of them 4-byte aligned in bias and residual.
     """
-    assert weight == "dense"
-    a_rows, b_rows = tile_m, tile_n
-    a_bytes = a_rows * X_ROW_BYTES
-    b_bytes = b_rows * X_ROW_BYTES
-    a_row_bytes = X_ROW_BYTES
+    dense, groups = weight == "dense", weight == "groups"
+    assert dense or str(dtype) == "bfloat16" or not groups
+    # the two factors of wgmma: b is 16-bit x where the weight is turned into 16-bit floats in registers
+    a_rows, b_rows = (tile_m, tile_n) if dense else (tile_n, tile_m)
+    a_row_bytes = X_ROW_BYTES if dense else STEP
+    a_bytes, b_bytes = a_rows * a_row_bytes, b_rows * X_ROW_BYTES
     both = a_bytes + b_bytes
     own_rows = a_rows if ping_pong else a_rows // CONSUMERS  # of a, a consumer's
     blocks = own_rows // 64
@@ -194,11 +316,20 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     values = blocks * count
     parts = b_rows // BOX
     teams = 1 if ping_pong else CONSUMERS  # consumers of a stage
-    multiply = _multiply_dense(dtype, blocks, b_rows)
-    fill = _store_dense(dtype, epilogue)
+    assert blocks == 1 or dense
+    multiply = _multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, b_rows, groups)
+    fill = (_fill_dense if dense else _fill_transposed)(dtype, epilogue)
     keep = ptx.hold(values)
     free = 8 * stages
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
+
+    @cuda.jit(device=True, inline="always")
+    def load_scales(scales, own, k, depth, into):
+        """The scales of the lane's two rows, which begin at ``own``, for both halves of the stage at k."""
+        for half in range(2):
+            group = uint32(min(uint32(k + uint32(STEP // 2 * half)), uint32(depth - uint32(1))) // uint32(group_size))
+            for h in range(2):
+                into[2 * half + h] = scales[own[h] + int64(group)]
 
     def boxes_from(number):
         """Code that stores a consumer's boxes from ``number`` on. One function each: a loop as long as this is not unrolled."""
@@ -217,8 +348,8 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             """boxes: (the one to fill, the other's distance); corner: the warpgroup's first row and column in y."""
             box = uint32(boxes[0] + boxes[1]) if number % 2 else boxes[0]
             group, warp, lane, leader = team
-            row = uint32(corner[0] + uint32(64 * block))
-            column = uint32(corner[1] + uint32(BOX * part))
+            row = uint32(corner[0] + uint32(BOX * (block if dense else part)))
+            column = uint32(corner[1] + uint32(BOX * (part if dense else block)))
             fill(box, sums, block * count + 32 * part, row, column, warp, lane, call)
             fence_proxy_async()
             if leader:
@@ -286,8 +417,10 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                         mbarrier_wait(uint32(barrier + uint32(free)), uint32(parity ^ uint32(1)))
                         mbarrier_expect(barrier, uint32(both))
                         to = uint32(ring + uint32(stage * uint32(both)))
-                        tensor_load_2d(to, x_at, k, row, barrier)
-                        tensor_load_2d(uint32(to + uint32(a_bytes)), weight_at, k, column, barrier)
+                        x_to = to if dense else uint32(to + uint32(a_bytes))
+                        weight_to = uint32(to + uint32(a_bytes)) if dense else to
+                        tensor_load_2d(x_to, x_at, k, row, barrier)
+                        tensor_load_2d(weight_to, weight_at, k, column, barrier)
                         k = uint32(k + uint32(STEP))
                         stage = uint32(stage + uint32(1))
                         if stage == uint32(stages):
@@ -299,6 +432,12 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             sums = cuda.local.array(values, float32)
             for i in range(values):
                 sums[i] = float32(0.0)
+            words = cuda.local.array(8, uint32)
+            for i in range(8):
+                words[i] = uint32(0)
+            step_scales = cuda.local.array(4, float32)
+            next_scales = cuda.local.array(4, float32)
+            own_scales = cuda.local.array(2, int64)
             warp = uint32(uint32(thread >> uint32(5)) & uint32(3))
             lane = ptx.lane_id()
             leader = uint32(thread & uint32(WARPGROUP - 1)) == uint32(0)
@@ -307,7 +446,16 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 own_a = uint32(group * uint32(own_rows))
             box = uint32(boxes + uint32(group * uint32(2 * BOX_BYTES)))
             other_box = uint32(BOX_BYTES)
-            call = (tensor_map_address(out_map), rows, columns, bias, residual, residual_stride)
+            call = (
+                tensor_map_address(out_map),
+                rows,
+                columns,
+                scales,
+                scale_stride,
+                bias,
+                residual,
+                residual_stride,
+            )
             if ping_pong:
                 if group == uint32(1):
                     # the first consumer's turn
@@ -321,6 +469,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 column = uint32(column_tile * uint32(tile_n))
                 if ping_pong:
                     barrier_sync(uint32(uint32(turn_barrier) + group), uint32(CONSUMERS * WARPGROUP))
+                if groups:
+                    n = uint32(column + own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
+                    for h in range(2):
+                        own_scales[h] = int64(min(uint32(n + uint32(8 * h)), uint32(columns - uint32(1)))) * scale_stride
+                    load_scales(scales, own_scales, uint32(0), depth, next_scales)
                 keep(sums, 0)
                 step = uint32(0)
                 before = uint32(0)
@@ -328,15 +481,22 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     barrier = uint32(full + uint32(stage << uint32(3)))
                     mbarrier_wait(barrier, parity)
                     at = uint32(ring + uint32(stage * uint32(both)))
+                    if groups:
+                        for i in range(4):
+                            step_scales[i] = next_scales[i]
+                        following = uint32(uint32(step + uint32(1)) * uint32(STEP))
+                        load_scales(scales, own_scales, following, depth, next_scales)
                     multiply(
                         uint32(at + uint32(own_a * uint32(a_row_bytes))),
                         uint32(at + uint32(a_bytes)),
                         sums,
-                        uint32(1) if step > uint32(0) else uint32(0),
+                        step,
+                        before,
+                        warp,
+                        lane,
+                        words,
+                        step_scales,
                     )
-                    wgmma_wait(1)
-                    if step > uint32(0) and lane == uint32(0):
-                        mbarrier_arrive(before)
                     before = uint32(barrier + uint32(free))
                     step = uint32(step + uint32(1))
                     stage = uint32(stage + uint32(1))
@@ -353,7 +513,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 if lane == uint32(0):
                     mbarrier_arrive(before)
 
-                corner = (uint32(row + own_a), column)
+                corner = (uint32(row + own_a), column) if dense else (row, uint32(column + own_a))
                 store_boxes(sums, (box, other_box), corner, (group, warp, lane, leader), call)
                 if blocks * parts % 2:
                     box = uint32(box + other_box)
@@ -370,11 +530,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     return matmul_wgmma
 
 
-def fits(x, weight, bias, residual, out, kind, pairs):
+def fits(x, weight, bias, residual, out, kind, group_size, pairs):
     """Whether tensor maps describe a call's arrays, which matmul's Alignment says to hold ``pairs``."""
     return (
         pairs
-        and kind == "dense"
+        and (kind != "groups" or (str(x.dtype) == "bfloat16" and group_size % (STEP // 2) == 0))
         and x.itemsize == 2
         and all(map(describes, (x, weight, out)))
         and max(x.shape[0], weight.shape[0], x.shape[1]) < 1 << 31
