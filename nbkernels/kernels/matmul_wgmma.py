@@ -34,7 +34,7 @@ from nbkernels.kernels.elements import conversions
 from nbkernels.kernels.epilogue import activation_function
 from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
 from nbkernels.launch.compile import kernel
-from nbkernels.launch.launcher import Plan
+from nbkernels.launch.launcher import Plan, launch
 from nbkernels.launch.tensor_map import describes, tensor_map
 from nbkernels.ptx.bulk import (
     bulk_commit,
@@ -80,6 +80,13 @@ THREADS = (CONSUMERS + 1) * WARPGROUP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # rows of x whose tiles are taken side by side: with as many columns of w they fill the multiprocessors and share L2
 BAND_ROWS = 2048
+# rows of the second factor of wgmma in a tile: the more, the fewer bytes pass L2 and shared memory for a product
+WIDTHS = (256, 192, 128, 64)
+# what a tile costs beyond its products, in rows of the second factor
+TILE_OVERHEAD = 24
+# fewer rows, and fewer small tiles than a share of the multiprocessors, are better served by matmul's other kernels
+LEAST_ROWS, LEAST_SHARE = 128, 4
+SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 
 
 def stage_bytes(weight, tile_m, tile_n):
@@ -157,9 +164,7 @@ def _multiply_int8(dtype, b_rows, groups):
         g = uint32(lane >> uint32(2))
         row = uint32(uint32(warp << uint32(4)) + g)
         turned = uint32(uint32(uint32(g >> uint32(1)) & uint32(3)) << uint32(4))
-        start = uint32(
-            a_tile + uint32(row << uint32(6)) + uint32(uint32(lane & uint32(3)) << uint32(1))
-        )
+        start = uint32(a_tile + uint32(row << uint32(6)) + uint32(uint32(lane & uint32(3)) << uint32(1)))
         raw = cuda.local.array(loads, uint32)
         for k in range(K_STEPS):
             for i in range(4):
@@ -237,7 +242,9 @@ def _fill_dense(dtype, epilogue):
                     first += pair[0]
                     second += pair[1]
                 chunk = uint32(uint32(uint32(j) ^ uint32(inside & uint32(7))) << uint32(4))
-                place = uint32(box + uint32(uint32(inside + uint32(8 * h)) << uint32(7)) + chunk + uint32(quad << uint32(1)))
+                place = uint32(
+                    box + uint32(uint32(inside + uint32(8 * h)) << uint32(7)) + chunk + uint32(quad << uint32(1))
+                )
                 ptx.st_shared(place, pack(first, second))
 
     return fill
@@ -472,7 +479,9 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 if groups:
                     n = uint32(column + own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
                     for h in range(2):
-                        own_scales[h] = int64(min(uint32(n + uint32(8 * h)), uint32(columns - uint32(1)))) * scale_stride
+                        own_scales[h] = (
+                            int64(min(uint32(n + uint32(8 * h)), uint32(columns - uint32(1)))) * scale_stride
+                        )
                     load_scales(scales, own_scales, uint32(0), depth, next_scales)
                 keep(sums, 0)
                 step = uint32(0)
@@ -530,38 +539,63 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     return matmul_wgmma
 
 
-def fits(x, weight, bias, residual, out, kind, group_size, pairs):
-    """Whether tensor maps describe a call's arrays, which matmul's Alignment says to hold ``pairs``."""
-    return (
-        pairs
-        and (kind != "groups" or (str(x.dtype) == "bfloat16" and group_size % (STEP // 2) == 0))
-        and x.itemsize == 2
-        and all(map(describes, (x, weight, out)))
-        and max(x.shape[0], weight.shape[0], x.shape[1]) < 1 << 31
-    )
-
-
 def tiles(rows, columns, tile_m, tile_n):
     """Tiles of y."""
     return -(-rows // tile_m) * -(-columns // tile_n)
 
 
+def serves(x, weight, kind, group_size, pairs, out, device):
+    """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
+    rows, columns = out.shape
+    return (
+        device.arch == "sm_90a"
+        and pairs
+        and rows >= LEAST_ROWS
+        and x.itemsize == 2
+        and (kind != "groups" or (str(x.dtype) == "bfloat16" and group_size % (STEP // 2) == 0))
+        and LEAST_SHARE * tiles(rows, columns, *_tile_shape(kind, WIDTHS[-1])) >= device.sm_count
+        and max(rows, columns, x.shape[1]) < 1 << 31
+        and all(map(describes, (x, weight, out)))
+    )
+
+
+def _tile_shape(weight, width):
+    """(tile_m, tile_n): 128 rows of the first factor, ``width`` of the second."""
+    return (64 * CONSUMERS, width) if weight == "dense" else (width, 64 * CONSUMERS)
+
+
 @lru_cache(maxsize=4096)
 def plan(rows, columns, dtype, weight, group_size, epilogue, sm_count):
     """rows, columns > 0; weight and group_size as ``matmul_wgmma_kernel``."""
-    return plan_of(rows, columns, (dtype, weight, group_size, 128, 256, 4, False, epilogue), sm_count)
+
+    def time(width):
+        """Of all turns of a multiprocessor, in products; a tile costs its own and some more: it begins and it ends."""
+        turns = -(-tiles(rows, columns, *_tile_shape(weight, width)) // sm_count)
+        return turns * (width + TILE_OVERHEAD)
+
+    width = min(WIDTHS, key=time)
+    tile = _tile_shape(weight, width)
+    stages = 8
+    while shared_bytes(weight, *tile, stages) > SHARED_BYTES:
+        stages -= 1
+    return plan_of(rows, columns, (dtype, weight, group_size, *tile, stages, False, epilogue), sm_count)
 
 
 def plan_of(rows, columns, constants, sm_count):
     """The Plan of given constants."""
     _, weight, _, tile_m, tile_n, stages, _, _ = constants
     grid = (min(tiles(rows, columns, tile_m, tile_n), sm_count), 1, 1)
-    return Plan(
-        matmul_wgmma_kernel, constants, grid, (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages)
-    )
+    return Plan(matmul_wgmma_kernel, constants, grid, (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages))
 
 
-def arguments(chosen, x, weight, scales, bias, residual, out, device):
+def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
+    """As ``matmul.multiply``, for calls that this kernel ``serves``."""
+    rows, columns = out.shape
+    chosen = plan(rows, columns, x.dtype, kind, group_size, epilogue, device.sm_count)
+    launch(chosen, arguments(chosen, x, weight, scales, bias, residual, out, device), device, stream)
+
+
+def arguments(chosen, x, weight, scales, bias, residual, out, device, band_rows=BAND_ROWS):
     """What the kernel of a Plan is launched with."""
     _, kind, _, tile_m, tile_n, _, _, _ = chosen.constants
     return (
@@ -576,5 +610,5 @@ def arguments(chosen, x, weight, scales, bias, residual, out, device):
         x.shape[1],
         0 if scales is None else scales.strides[0],
         0 if residual is None else residual.strides[0],
-        max(BAND_ROWS // tile_m, 1),
+        max(band_rows // tile_m, 1),
     )
