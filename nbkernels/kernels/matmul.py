@@ -9,7 +9,8 @@ Five kernels share the work, each a file of its own, for dense and int8 weights 
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
                      matmul_wgmma: the same on sm_90a
 
-Which one it is depends on shape, dtype and alignment; ``plan`` says why, for sm_90a ``matmul_wgmma.serves``. A product over no columns is 0, by matmul_lanes.
+Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for sm_90a. A product over
+no columns is 0, by matmul_lanes.
 """
 
 from dataclasses import dataclass

@@ -185,9 +185,8 @@ def _multiply_int8(dtype, b_rows, groups):
             wgmma_commit()
             wgmma_wait(1)
             keep(words, 4 - own)  # the product before has read them
-            if k == 0:
-                if step > uint32(0) and lane == uint32(0):
-                    mbarrier_arrive(before)
+            if k == 0 and step > uint32(0) and lane == uint32(0):
+                mbarrier_arrive(before)
 
     return multiply
 
@@ -209,7 +208,7 @@ def _fill_dense(dtype, epilogue):
 
     @cuda.jit(device=True, inline="always")
     def fill(box, sums, at, row, column, warp, lane, call):
-        _, rows, columns, scales, scale_stride, bias, residual, stride = call
+        _, rows, columns, _, _, bias, residual, stride = call
         quad = uint32(uint32(lane & uint32(3)) << uint32(1))
         inside = uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
         added = cuda.local.array(16, uint32)
@@ -463,13 +462,12 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 residual,
                 residual_stride,
             )
-            if ping_pong:
-                if group == uint32(1):
-                    # the first consumer's turn
-                    barrier_arrive(uint32(turn_barrier), uint32(CONSUMERS * WARPGROUP))
-                    tile = uint32(tile + stride)
-                    stage = uint32(steps % uint32(stages))
-                    parity = uint32(uint32(steps // uint32(stages)) & uint32(1))
+            if ping_pong and group == uint32(1):
+                # the first consumer's turn
+                barrier_arrive(uint32(turn_barrier), uint32(CONSUMERS * WARPGROUP))
+                tile = uint32(tile + stride)
+                stage = uint32(steps % uint32(stages))
+                parity = uint32(uint32(steps // uint32(stages)) & uint32(1))
             while tile < tiles:
                 row_tile, column_tile = _tile(tile, row_tiles, column_tiles, band)
                 row = uint32(row_tile * uint32(tile_m))
@@ -512,11 +510,9 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     if stage == uint32(stages):
                         stage = uint32(0)
                         parity = uint32(parity ^ uint32(1))
-                if ping_pong:
-                    if uint32(tile + stride) < tiles:  # the other one's turn
-                        barrier_arrive(
-                            uint32(uint32(turn_barrier) + uint32(group ^ uint32(1))), uint32(CONSUMERS * WARPGROUP)
-                        )
+                if ping_pong and uint32(tile + stride) < tiles:
+                    other = uint32(uint32(turn_barrier) + uint32(group ^ uint32(1)))
+                    barrier_arrive(other, uint32(CONSUMERS * WARPGROUP))
                 wgmma_wait(0)
                 keep(sums, 0)
                 if lane == uint32(0):
