@@ -201,7 +201,10 @@ def _pairs(dtype):
 
 @cache
 def _fill_dense(dtype, epilogue):
-    """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory."""
+    """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory.
+
+    For what lies beyond y's edges, and is not written, the last elements of bias and residual are read.
+    """
     unpack, pack = _pairs(dtype)
     activate = activation_function(epilogue)
     has_bias, has_residual = epilogue.bias, epilogue.residual
@@ -215,19 +218,16 @@ def _fill_dense(dtype, epilogue):
         if has_residual:
             for j in range(8):
                 for h in range(2):
-                    m = uint32(row + inside + uint32(8 * h))
-                    n = uint32(column + quad + uint32(8 * j))
-                    added[2 * j + h] = uint32(0)
-                    if m < rows and n < columns:
-                        added[2 * j + h] = ptx.ld_global(ptx.address(residual, int64(m) * stride + int64(n)))
+                    m, n = uint32(row + inside + uint32(8 * h)), uint32(column + quad + uint32(8 * j))
+                    at_most = int64(min(m, uint32(rows - uint32(1)))) * stride + int64(
+                        min(n, uint32(columns - uint32(2)))
+                    )
+                    added[2 * j + h] = ptx.ld_global(ptx.address(residual, at_most))
         for j in range(8):
             biases = (float32(0.0), float32(0.0))
             if has_bias:
-                n = uint32(column + quad + uint32(8 * j))
-                word = uint32(0)
-                if n < columns:
-                    word = ptx.ld_global_nc(ptx.address(bias, int64(n)))
-                biases = unpack(word)
+                n = min(uint32(column + quad + uint32(8 * j)), uint32(columns - uint32(2)))
+                biases = unpack(ptx.ld_global_nc(ptx.address(bias, int64(n))))
             for h in range(2):
                 first = sums[at + 4 * j + 2 * h]
                 second = sums[at + 4 * j + 2 * h + 1]
@@ -267,20 +267,19 @@ def _fill_transposed(dtype, epilogue):
         if has_residual:
             for j in range(8):
                 for h in range(2):
-                    m = uint32(row + g + uint32(8 * j))
-                    n = uint32(first_column + quad + uint32(8 * h))
-                    added[2 * j + h] = uint32(0)
-                    if m < rows and n < columns:
-                        added[2 * j + h] = ptx.ld_global(ptx.address(residual, int64(m) * stride + int64(n)))
+                    m, n = uint32(row + g + uint32(8 * j)), uint32(first_column + quad + uint32(8 * h))
+                    at_most = int64(min(m, uint32(rows - uint32(1)))) * stride + int64(
+                        min(n, uint32(columns - uint32(2)))
+                    )
+                    added[2 * j + h] = ptx.ld_global(ptx.address(residual, at_most))
         for h in range(2):
-            n = uint32(first_column + g + uint32(8 * h))
+            n = int64(min(uint32(first_column + g + uint32(8 * h)), uint32(columns - uint32(1))))
             scale = float32(1.0)
             added_bias = float32(0.0)
-            if n < columns:
-                if has_scale:
-                    scale = scales[int64(n) * scale_stride]
-                if has_bias:
-                    added_bias = from_storage(bias[int64(n)])
+            if has_scale:
+                scale = scales[n * scale_stride]
+            if has_bias:
+                added_bias = from_storage(bias[n])
             for j in range(8):
                 first = sums[at + 4 * j + 2 * h]
                 second = sums[at + 4 * j + 2 * h + 1]
