@@ -345,7 +345,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 pass
 
             return store
-        block, part = number // parts, number % parts
+        part, block = number // blocks, number % blocks
         others = boxes_from(number + 1)
 
         @cuda.jit(device=True, inline="always")
