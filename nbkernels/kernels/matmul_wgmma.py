@@ -203,7 +203,7 @@ def _pairs(dtype):
 def _fill_dense(dtype, epilogue):
     """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory.
 
-    For what lies beyond y's edges, and is not written, the last elements of bias and residual are read.
+    The box begins inside y. For what lies beyond y's edges, and is not written, the last bias and residual are read.
     """
     unpack, pack = _pairs(dtype)
     activate = activation_function(epilogue)
@@ -355,12 +355,16 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             group, warp, lane, leader = team
             row = uint32(corner[0] + uint32(BOX * (block if dense else part)))
             column = uint32(corner[1] + uint32(BOX * (part if dense else block)))
-            fill(box, sums, block * count + 32 * part, row, column, warp, lane, call)
-            fence_proxy_async()
+            inside = (
+                row < call[1] and column < call[2]
+            )  # the others' residual is not read: it may be out, and being written
+            if inside:
+                fill(box, sums, block * count + 32 * part, row, column, warp, lane, call)
+                fence_proxy_async()
             if leader:
                 bulk_wait_read(0)  # the other box is free again, for those behind the barrier
             barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
-            if leader:
+            if leader and inside:
                 tensor_store_2d(call[0], column, row, box)
                 bulk_commit()
             others(sums, boxes, corner, team, call)
