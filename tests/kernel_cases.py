@@ -153,6 +153,10 @@ product("int8_matmul bfloat16, few rows", BF16, 2, 256, 80, 32, gpu_bound=APPROX
 product("int8_matmul bfloat16, few rows, a scale a row", BF16, 9, 256, 80, None, bias=True, gpu_bound=APPROXIMATE[BF16])
 product("int8_matmul bfloat16, groups", BF16, 70, 256, 80, 32, residual=True, gpu_bound=APPROXIMATE[BF16])
 product("int8_matmul float16, a scale a row", F16, 70, 256, 80, None, bias=True, gpu_bound=APPROXIMATE[F16])
+# on sm_90a these are matmul_wgmma's: two tiles a block, edges, a depth that is no multiple of a step
+product("matmul bfloat16, a prompt", BF16, 130, 136, 264, bias=True, residual=True, gpu_bound=APPROXIMATE[BF16])
+product("int8_matmul float16, a prompt, a scale a row", F16, 130, 144, 264, None, bias=True, gpu_bound=APPROXIMATE[F16])
+product("int8_matmul bfloat16, a prompt, groups", BF16, 130, 160, 264, 32, residual=True, gpu_bound=APPROXIMATE[BF16])
 
 
 def _quantised():

@@ -33,6 +33,11 @@ def _same(x):
 _ACTIVATIONS = {None: _same, "silu": silu, "gelu": gelu_tanh}
 
 
+def activation_function(epilogue):
+    """Its activation, float32 -> float32."""
+    return _ACTIVATIONS[epilogue.activation]
+
+
 @cache
 def finish(dtype, epilogue, width=1):
     """store(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index): elements of a row of y.
@@ -45,7 +50,7 @@ def finish(dtype, epilogue, width=1):
     unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
     pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
-    activate = _ACTIVATIONS[epilogue.activation]
+    activate = activation_function(epilogue)
 
     @cuda.jit(device=True, inline="always")
     def store_one(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):

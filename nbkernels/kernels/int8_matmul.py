@@ -8,7 +8,8 @@ registers, exactly, and never pass memory in another form:
     int8 in memory  ->  16-bit floats (``int8``)  ->  mma with x  ->  float32 sums of a group  ->  · scale, added up
 
 The tensor cores' kernels multiply a group's sum by its scale, in float32, where group_size is a multiple of 32, and the whole sum
-where there is one scale a row; matmul_lanes and matmul_blocks multiply each weight, in float32, for any group_size.
+where there is one scale a row; matmul_lanes and matmul_blocks multiply each weight, in float32, for any group_size. On sm_90a
+matmul_wgmma rounds each weight of a group, times its scale, to bfloat16.
 """
 
 from nbkernels.kernels.elements import Cost

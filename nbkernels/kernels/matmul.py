@@ -2,19 +2,21 @@
 
     y[m, n] = activation(sum_k x[m, k] · w[n, k] + bias[n]) + residual[m, n]
 
-Four kernels share the work, each a file of its own, for dense and int8 weights alike:
+Five kernels share the work, each a file of its own, for dense and int8 weights alike:
 
                      16-bit, aligned                         float32, or whatever the tensor cores' kernels cannot take
     few rows         matmul_narrow: bound by the weight      matmul_lanes: a warp a column
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
+                     matmul_wgmma: the same on sm_90a
 
-Which one it is depends on shape, dtype and alignment; ``plan`` says why. A product over no columns is 0, by matmul_lanes.
+Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for sm_90a. A product over
+no columns is 0, by matmul_lanes.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_tiles
+from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_tiles, matmul_wgmma
 from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch.launcher import launch
@@ -89,6 +91,9 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
     aligned = alignment(x, weight, bias, residual, out)
+    if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device):
+        matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream)
+        return
     chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count)
     launch(
         chosen,
