@@ -153,15 +153,27 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
     def tile_address(start, number):
         return uint32(start + uint32(uint32(number % uint32(stages)) * uint32(kv_bytes)))
 
+    def make_part(first, end):
+        @cuda.jit(device=True, inline="always")
+        def part(scores, q_rows, k_tile):
+            for i in range(end - first):
+                s = first + i
+                a = uint32(q_rows + uint32(s // 4 * q_box + s % 4 * 32))
+                b = uint32(k_tile + uint32(s // 4 * kv_box + s % 4 * 32))
+                a_bits = uint64(descriptor_address(a) + uint64(along_k))
+                b_bits = uint64(descriptor_address(b) + uint64(along_k))
+                score_update(scores, 0, a_bits, b_bits, uint32(1 if s else 0))
+
+        return part
+
+    # the compiler leaves a loop of more than eight products rolled
+    multiply_first, multiply_rest = make_part(0, min(k_steps, 8)), make_part(min(k_steps, 8), k_steps)
+
     @cuda.jit(device=True, inline="always")
     def multiply_scores(scores, q_rows, k_tile):
         """scores = q · kᵀ, in flight."""
-        for s in range(k_steps):
-            a = uint32(q_rows + uint32(s // 4 * q_box + s % 4 * 32))
-            b = uint32(k_tile + uint32(s // 4 * kv_box + s % 4 * 32))
-            a_bits = uint64(descriptor_address(a) + uint64(along_k))
-            b_bits = uint64(descriptor_address(b) + uint64(along_k))
-            score_update(scores, 0, a_bits, b_bits, uint32(1 if s else 0))
+        multiply_first(scores, q_rows, k_tile)
+        multiply_rest(scores, q_rows, k_tile)
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
@@ -270,7 +282,6 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
             hold_words(words, 0)
             wgmma_fence()
             multiply_scores(scores, q_rows, tile_address(k_ring, number))
-            mbarrier_wait(ring(base, v_full, before), parity(before))
             multiply_values(sums, words, tile_address(v_ring, before))
             if turns:
                 other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
@@ -282,6 +293,8 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
             if masked:
                 mask(scores, high, low)
             softmax(scores, largest, total, shrink, scale_log2)
+            # V of the next step's product; and a branch, over which ptxas does not move the softmax behind the wait below
+            mbarrier_wait(ring(base, v_full, number), parity(number))
             wgmma_wait(0)
             hold_sums(sums, 0)
             hold_words(words, 0)
@@ -483,6 +496,7 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                     mask(scores, high, low)
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
+                    mbarrier_wait(ring(base, v_full, number), parity(number))
                     if has_lengths and int32(tile * int32(tile_n) + int32(tile_n)) > count:
                         mbarrier_wait(uint32(base + uint32(wiped)), wipe_turn)
                         wipe_turn = uint32(wipe_turn ^ uint32(1))
@@ -555,7 +569,6 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                             number = uint32(number + uint32(1))
                             tile = int32(tile - int32(1))
                     before = uint32(number - uint32(1))
-                    mbarrier_wait(ring(base, v_full, before), parity(before))
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     wgmma_fence()
