@@ -664,11 +664,11 @@ def serves(q, k, v, out, device):
     )
 
 
-def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream, constants=None):
+def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream):
     """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none."""
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    constants = constants or constants_for(q.dtype, head_dim, negative, masks)
+    constants = constants_for(q.dtype, head_dim, negative, masks)
     tile_n, consumers = constants[2], constants[4]
     chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count)
     boxes_of = [(q, consumers * ROWS), (k, tile_n), (v, tile_n), (out, ROWS)]
