@@ -127,6 +127,7 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
     score_count, sum_count, word_count = tile_n // 2, head_dim // 2, tile_n // 4
     n_blocks, d_blocks = tile_n // 8, head_dim // 8
     k_steps, v_steps = depth // 16, tile_n // 16
+    hidden_score = np.inf if negative else -np.inf  # signs change after the mask
     name = str(dtype)
     pack = ptx.bf16x2_from_floats if name == "bfloat16" else ptx.f16x2_from_floats
     score_update = wgmma_update(name, tile_n)
@@ -195,7 +196,7 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                     if windowed:
                         hidden = hidden or column <= low[h]
                     if hidden:
-                        scores[4 * n + 2 * h + i] = float32(-np.inf)
+                        scores[4 * n + 2 * h + i] = float32(hidden_score)
 
     @cuda.jit(device=True, inline="always")
     def softmax(scores, largest, total, shrink, scale_log2):

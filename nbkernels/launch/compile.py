@@ -227,7 +227,7 @@ def _ir_with_maps_by_value(text, kernel_name, maps):
     text = text.replace(f"void ({before})* {name}", f"void ({after})* {name}")
     numbers = ", ".join(f"i32 {n + 1}" for n in maps)
     constants = f'!{{ void ({after})* {name}, !"grid_constant", !{{ {numbers} }} }}'
-    text = re.sub(r"(!nvvm\.annotations = !{)", rf"\1 !9999999,", text) + f"\n!9999999 = {constants}\n"
+    text = re.sub(r"(!nvvm\.annotations = !{)", r"\1 !9999999,", text) + f"\n!9999999 = {constants}\n"
     return text.replace(name, f'@"{kernel_name}"')
 
 
