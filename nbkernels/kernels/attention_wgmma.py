@@ -186,15 +186,21 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
-    def mask(scores, high, low):
-        """Hide scores in columns from ``high`` on, and up to ``low``, both counted from the lane's first key."""
-        for n in range(n_blocks):
-            for i in range(2):
-                column = int32(8 * n + i)
-                for h in range(2):
-                    hidden = column >= high[h]
+    def mask(scores, position, first_key, end, window):
+        """Hide scores. position: of the lane's first row among the keys; first_key: the lane's first one of the tile."""
+        for h in range(2):
+            here = int32(position + int32(8 * h))
+            high = end  # keys from here on are hidden, and those up to ``low``: both are counted from first_key
+            if causal:
+                high = min(high, int32(here + int32(1)))
+            high = int32(high - first_key)
+            low = int32(here - window - first_key)
+            for n in range(n_blocks):
+                for i in range(2):
+                    column = int32(8 * n + i)
+                    hidden = column >= high
                     if windowed:
-                        hidden = hidden or column <= low[h]
+                        hidden = hidden or column <= low
                     if hidden:
                         scores[4 * n + 2 * h + i] = float32(hidden_score)
 
@@ -243,70 +249,15 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                     sums[4 * n + i] *= shrink[i // 2]
 
     @cuda.jit(device=True, inline="always")
-    def edges(high, low, row, key, my_row, my_key, end, window):
-        """row: the position of the warpgroup's first row among the keys."""
-        for h in range(2):
-            position = int32(row + my_row + int32(8 * h))
-            stop = end
-            if causal:
-                stop = min(stop, int32(position + int32(1)))
-            high[h] = int32(stop - key - my_key)
-            low[h] = int32(position - window - key - my_key)
+    def my_turn(group):
+        if turns:
+            barrier_sync(uint32(uint32(turn_barrier) + group), uint32(2 * WARPGROUP))
 
-    def make_step(masked):
-        @cuda.jit(device=True, inline="always")
-        def step(
-            base,
-            q_rows,
-            k_ring,
-            v_ring,
-            number,
-            group,
-            lane,
-            scores,
-            sums,
-            words,
-            largest,
-            total,
-            shrink,
-            high,
-            low,
-            scale_log2,
-        ):
-            """The scores of tile ``number`` and the sums of the one before it, then the weights of tile ``number``."""
-            mbarrier_wait(ring(base, k_full, number), parity(number))
-            before = uint32(number - uint32(1))
-            if turns:
-                barrier_sync(uint32(uint32(turn_barrier) + group), uint32(2 * WARPGROUP))
-            hold_scores(scores, 0)
-            hold_sums(sums, 0)
-            hold_words(words, 0)
-            wgmma_fence()
-            multiply_scores(scores, q_rows, tile_address(k_ring, number))
-            multiply_values(sums, words, tile_address(v_ring, before))
-            if turns:
-                other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
-                barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
-            wgmma_wait(1)
-            hold_scores(scores, 0)
-            if lane == uint32(0):
-                mbarrier_arrive(ring(base, k_free, number))
-            if masked:
-                mask(scores, high, low)
-            softmax(scores, largest, total, shrink, scale_log2)
-            # V of the next step's product; and a branch, over which ptxas does not move the softmax behind the wait below
-            mbarrier_wait(ring(base, v_full, number), parity(number))
-            wgmma_wait(0)
-            hold_sums(sums, 0)
-            hold_words(words, 0)
-            if lane == uint32(0):
-                mbarrier_arrive(ring(base, v_free, before))
-            scale_sums(sums, shrink)
-            round_weights(scores, words)
-
-        return step
-
-    masked_step, plain_step = make_step(True), make_step(False)
+    @cuda.jit(device=True, inline="always")
+    def next_turn(group):
+        if turns:
+            other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
+            barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
 
     @kernel(launch_bounds=(threads, 1))  # setmaxnreg needs a known register count at entry
     def attention(
@@ -446,8 +397,6 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
             largest = cuda.local.array(2, float32)
             total = cuda.local.array(2, float32)
             shrink = cuda.local.array(2, float32)
-            high = cuda.local.array(2, int32)
-            low = cuda.local.array(2, int32)
             lane = ptx.lane_id()
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
             my_row = int32(uint32(warp * uint32(16)) + uint32(lane >> uint32(2)))
@@ -480,95 +429,57 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                         seen = max(int32(row + int32(ROWS) - window), int32(0))
                         plain_first = int32(uint32(seen + int32(tile_n - 1)) // uint32(tile_n))
 
+                    first_key = int32(int32(tile * int32(tile_n)) + my_key)
                     mbarrier_wait(ring(base, k_full, number), parity(number))
-                    if turns:
-                        barrier_sync(uint32(uint32(turn_barrier) + group), uint32(2 * WARPGROUP))
+                    my_turn(group)
                     hold_scores(scores, 0)
                     wgmma_fence()
                     multiply_scores(scores, q_rows, tile_address(k_ring, number))
-                    if turns:
-                        other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
-                        barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
+                    next_turn(group)
                     wgmma_wait(0)
                     hold_scores(scores, 0)
                     if lane == uint32(0):
                         mbarrier_arrive(ring(base, k_free, number))
-                    edges(high, low, row, int32(tile * int32(tile_n)), my_row, my_key, end, window)
-                    mask(scores, high, low)
+                    mask(scores, int32(row + my_row), first_key, end, window)
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
                     mbarrier_wait(ring(base, v_full, number), parity(number))
-                    if has_lengths and int32(tile * int32(tile_n) + int32(tile_n)) > count:
+                    if has_lengths and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
                         mbarrier_wait(uint32(base + uint32(wiped)), wipe_turn)
                         wipe_turn = uint32(wipe_turn ^ uint32(1))
                     number = uint32(number + uint32(1))
                     tile = int32(tile - int32(1))
-                    while tile >= first_tile and tile >= plain_end:
-                        edges(high, low, row, int32(tile * int32(tile_n)), my_row, my_key, end, window)
-                        masked_step(
-                            base,
-                            q_rows,
-                            k_ring,
-                            v_ring,
-                            number,
-                            group,
-                            lane,
-                            scores,
-                            sums,
-                            words,
-                            largest,
-                            total,
-                            shrink,
-                            high,
-                            low,
-                            scale_log2,
-                        )
+                    while tile >= first_tile:
+                        # the scores of this tile and the sums of the one before it, then the weights of this tile
+                        first_key = int32(first_key - int32(tile_n))
+                        mbarrier_wait(ring(base, k_full, number), parity(number))
+                        before = uint32(number - uint32(1))
+                        my_turn(group)
+                        hold_scores(scores, 0)
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        wgmma_fence()
+                        multiply_scores(scores, q_rows, tile_address(k_ring, number))
+                        multiply_values(sums, words, tile_address(v_ring, before))
+                        next_turn(group)
+                        wgmma_wait(1)
+                        hold_scores(scores, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(ring(base, k_free, number))
+                        if tile >= plain_end or tile < plain_first:
+                            mask(scores, int32(row + my_row), first_key, end, window)
+                        softmax(scores, largest, total, shrink, scale_log2)
+                        # V of the next product; and a branch, over which ptxas does not move the softmax behind the wait below
+                        mbarrier_wait(ring(base, v_full, number), parity(number))
+                        wgmma_wait(0)
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(ring(base, v_free, before))
+                        scale_sums(sums, shrink)
+                        round_weights(scores, words)
                         number = uint32(number + uint32(1))
                         tile = int32(tile - int32(1))
-                    while tile >= first_tile and tile >= plain_first:
-                        plain_step(
-                            base,
-                            q_rows,
-                            k_ring,
-                            v_ring,
-                            number,
-                            group,
-                            lane,
-                            scores,
-                            sums,
-                            words,
-                            largest,
-                            total,
-                            shrink,
-                            high,
-                            low,
-                            scale_log2,
-                        )
-                        number = uint32(number + uint32(1))
-                        tile = int32(tile - int32(1))
-                    if windowed:
-                        while tile >= first_tile:
-                            edges(high, low, row, int32(tile * int32(tile_n)), my_row, my_key, end, window)
-                            masked_step(
-                                base,
-                                q_rows,
-                                k_ring,
-                                v_ring,
-                                number,
-                                group,
-                                lane,
-                                scores,
-                                sums,
-                                words,
-                                largest,
-                                total,
-                                shrink,
-                                high,
-                                low,
-                                scale_log2,
-                            )
-                            number = uint32(number + uint32(1))
-                            tile = int32(tile - int32(1))
                     before = uint32(number - uint32(1))
                     hold_sums(sums, 0)
                     hold_words(words, 0)
