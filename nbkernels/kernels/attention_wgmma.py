@@ -61,6 +61,10 @@ BOX_ROW = 128  # its bytes
 BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+# head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
+# fits shared memory
+TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
+SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
 NOTHING = np.float32(-1e38)
 # a maximum is kept until it is so far (in powers of two) behind: weights up to 2^8 fit every dtype, and sums are seldom scaled
@@ -72,9 +76,9 @@ def boxes(head_dim):
     return -(-head_dim // BOX)
 
 
-def shared_bytes(head_dim, tile_n, stages, consumers):
-    """q's tile and the rings of K and V, behind the barriers; they start at the first multiple of 1024."""
-    rows = consumers * ROWS + 2 * stages * tile_n
+def shared_bytes(head_dim, tile_n, stages, consumers, q_stages):
+    """The rings of q, K and V, behind the barriers; they start at the first multiple of 1024."""
+    rows = q_stages * consumers * ROWS + 2 * stages * tile_n
     return 1024 + BARRIER_BYTES + rows * boxes(head_dim) * BOX_ROW
 
 
@@ -111,11 +115,14 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths):
     return item
 
 
-def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, negative, causal, windowed, has_lengths):
+def attention_wgmma_kernel(
+    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths
+):
     """16-bit attention by wgmma. grid: any number of blocks; each takes every gridDim.x-th work item.
 
-    tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows. turns: they
-    issue products one after another. negative: the scale is below zero (the kernel gets its magnitude).
+    tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
+    of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
+    products one after another. negative: the scale is below zero (the kernel gets its magnitude).
     """
     depth = -(-head_dim // 16) * 16
     columns = boxes(head_dim)
@@ -136,9 +143,9 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
     along_k = descriptor_bits(16, 8 * BOX_ROW, BOX_ROW)
     along_keys = descriptor_bits(kv_box, 8 * BOX_ROW, BOX_ROW)
     item = _walk(tile_m, tile_n, causal, windowed, has_lengths)
-    # mbarriers: K there, V there, K free, V free (a ring of each), q there, q free, the rows behind a length wiped
+    # mbarriers: K there, V there, K free, V free, q there, q free (a ring of each), the rows behind a length wiped
     k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
-    q_full, q_free, wiped = (8 * (4 * stages + n) for n in range(3))
+    q_full, q_free, wiped = (8 * (4 * stages + n * q_stages) for n in range(3))
     rows_barrier, turn_barrier = 1, 1 + consumers  # numbered barriers: a consumer's own, and its turn's
 
     @cuda.jit(device=True, inline="always")
@@ -153,6 +160,18 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
     @cuda.jit(device=True, inline="always")
     def tile_address(start, number):
         return uint32(start + uint32(uint32(number % uint32(stages)) * uint32(kv_bytes)))
+
+    @cuda.jit(device=True, inline="always")
+    def q_slot(turn):
+        return uint32(turn % uint32(q_stages))
+
+    @cuda.jit(device=True, inline="always")
+    def q_barrier(base, kind, turn):
+        return uint32(base + uint32(kind) + uint32(q_slot(turn) * uint32(8)))
+
+    @cuda.jit(device=True, inline="always")
+    def q_parity(turn):
+        return uint32(uint32(turn // uint32(q_stages)) & uint32(1))
 
     def make_part(first, end):
         @cuda.jit(device=True, inline="always")
@@ -280,8 +299,8 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
         # the warpgroup's number, in a form in which the compiler sees that a warp shares it
         group = ptx.shfl_idx_u32(uint32(t // uint32(WARPGROUP)), uint32(0))
         base = uint32(uint32(ptx.shared_address(cuda.shared.array(0, uint8)) + uint32(1023)) & uint32(0xFFFFFC00))
-        q_tile = uint32(base + uint32(BARRIER_BYTES))
-        k_ring = uint32(q_tile + uint32(q_bytes))
+        q_ring = uint32(base + uint32(BARRIER_BYTES))
+        k_ring = uint32(q_ring + uint32(q_stages * q_bytes))
         v_ring = uint32(k_ring + uint32(stages * kv_bytes))
         items = uint32(pairs * q_tiles)
         if t == uint32(0):
@@ -290,16 +309,17 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                     mbarrier_init(uint32(base + uint32(full + 8 * s)), uint32(1))
                 for free in (k_free, v_free):
                     mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
-            mbarrier_init(uint32(base + uint32(q_full)), uint32(1))
-            mbarrier_init(uint32(base + uint32(q_free)), uint32(consumers))
+            for s in range(q_stages):
+                mbarrier_init(uint32(base + uint32(q_full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(consumers))
             mbarrier_init(uint32(base + uint32(wiped)), uint32(ptx.WARP))
             fence_mbarrier_init()
         cuda.syncthreads()
 
         number = uint32(0)  # of tiles before this item, by which the rings turn
         work = uint32(cuda.blockIdx.x)
-        turn = uint32(0)  # parity of this item
-        wipe_turn = uint32(0)
+        turn = uint32(0)  # items before this one, by which the ring of q turns
+        wipe_turn = uint32(0)  # parity
         if group == uint32(consumers):
             fewer_registers(few)
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
@@ -334,13 +354,14 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                                 )
                         if not asked:  # behind the first K: that may come while the item before is still written
                             asked = True
-                            barrier = uint32(base + uint32(q_full))
-                            mbarrier_wait(uint32(base + uint32(q_free)), uint32(turn ^ uint32(1)))
+                            barrier = q_barrier(base, q_full, turn)
+                            mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
+                            to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
                             q_row = uint32(first_row)
                             for c in range(columns):
                                 tensor_load_4d(
-                                    uint32(q_tile + uint32(c * q_box)),
+                                    uint32(to + uint32(c * q_box)),
                                     q_map,
                                     uint32(c * BOX),
                                     head,
@@ -365,7 +386,7 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                                 )
                             number = uint32(number + uint32(1))
                         left = int32(left - int32(1))
-                    turn = uint32(turn ^ uint32(1))
+                    turn = uint32(turn + uint32(1))
                     work = uint32(work + uint32(cuda.gridDim.x))
             elif has_lengths and warp == uint32(1):
                 # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
@@ -401,7 +422,6 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
             my_row = int32(uint32(warp * uint32(16)) + uint32(lane >> uint32(2)))
             my_key = int32(uint32(uint32(lane & uint32(3)) << uint32(1)))
-            q_rows = uint32(q_tile + uint32(group * uint32(ROWS * BOX_ROW)))
             if turns and group == uint32(consumers - 1):
                 barrier_arrive(uint32(turn_barrier), uint32(2 * WARPGROUP))
             while work < items:
@@ -416,7 +436,9 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                 for h in range(2):
                     largest[h] = NOTHING
                     total[h] = float32(0.0)
-                mbarrier_wait(uint32(base + uint32(q_full)), turn)
+                q_tile = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                q_rows = uint32(q_tile + uint32(group * uint32(ROWS * BOX_ROW)))  # this warpgroup's
+                mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
                 if tiles > int32(0):
                     tile = int32(first_tile + tiles - int32(1))
                     # tiles from plain_first to plain_end - 1 are seen whole by all of the warpgroup's rows
@@ -524,32 +546,24 @@ def attention_wgmma_kernel(dtype, head_dim, tile_n, stages, consumers, turns, ne
                             )
                         bulk_commit()
                         bulk_wait_read(0)
-                    mbarrier_arrive(uint32(base + uint32(q_free)))
-                turn = uint32(turn ^ uint32(1))
+                    mbarrier_arrive(q_barrier(base, q_free, turn))
+                turn = uint32(turn + uint32(1))
             if turns and group == uint32(0):
                 barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
 
     return attention
 
 
-TILES = {
-    64: (128, 2, 2),
-    128: (128, 2, 2),
-    192: (96, 2, 2),
-    256: (64, 2, 2),
-}  # head_dim up to: tile_n, stages, consumers
-
-
 def constants_for(dtype, head_dim, negative, masks):
     """The kernel's constants. masks: (causal, windowed, has_lengths)."""
-    tile_n, stages, consumers = next(TILES[most] for most in TILES if head_dim <= most)
-    return (dtype, head_dim, tile_n, stages, consumers, True, negative, *masks)
+    tile_n, stages, consumers, q_stages = next(TILES[most] for most in TILES if head_dim <= most)
+    return (dtype, head_dim, tile_n, stages, consumers, q_stages, True, negative, *masks)
 
 
 @lru_cache(maxsize=4096)
 def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count):
     """(Plan, query tiles, pairs of sequence and head whose keys and values pass together)."""
-    _, head_dim, tile_n, stages, consumers = constants[:5]
+    _, head_dim, tile_n, stages, consumers, q_stages = constants[:6]
     q_tiles = -(-q_len // (consumers * ROWS))
     pairs = batch * heads
     group = heads // kv_heads
@@ -557,11 +571,8 @@ def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count):
     section = min(max(SECTION_BYTES // pair_bytes // group, 1) * group, pairs)
     grid = min(pairs * q_tiles, sm_count)
     threads = (consumers + 1) * WARPGROUP
-    shared = shared_bytes(head_dim, tile_n, stages, consumers)
+    shared = shared_bytes(head_dim, tile_n, stages, consumers, q_stages)
     return Plan(attention_wgmma_kernel, constants, (grid, 1, 1), (threads, 1, 1), shared), q_tiles, section
-
-
-SECTION_BYTES = 24 << 20  # K and V of a section: half of the L2 cache
 
 
 def serves(q, k, v, out, device):

@@ -225,9 +225,12 @@ def _ir_with_maps_by_value(text, kernel_name, maps):
     head = f"define void {name}({', '.join(parameters)}){rest}\n{{\n{label}\n{''.join(casts)}"
     text = text[: entry.start()] + head + text[entry.end() :]
     text = text.replace(f"void ({before})* {name}", f"void ({after})* {name}")
-    numbers = ", ".join(f"i32 {n + 1}" for n in maps)
-    constants = f'!{{ void ({after})* {name}, !"grid_constant", !{{ {numbers} }} }}'
-    text = re.sub(r"(!nvvm\.annotations = !{)", r"\1 !9999999,", text) + f"\n!9999999 = {constants}\n"
+    if maps:
+        numbers = ", ".join(f"i32 {n + 1}" for n in maps)
+        constants = f'!{{ void ({after})* {name}, !"grid_constant", !{{ {numbers} }} }}'
+        text = (
+            text.replace("!nvvm.annotations = !{", "!nvvm.annotations = !{ !9999999,") + f"\n!9999999 = {constants}\n"
+        )
     return text.replace(name, f'@"{kernel_name}"')
 
 
