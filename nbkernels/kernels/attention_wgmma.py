@@ -3,8 +3,9 @@
     out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]
 
 After FlashAttention-3 (Shah et al. 2024); the conditional rescaling is FlashAttention-4's. A block stays on its multiprocessor
-and takes work items, each some query rows of one head. One warpgroup, the producer, asks for tiles by bulk tensor copies; each of
-the others, the consumers, owns 64 query rows and walks the keys from the last tile that they see to the first:
+and takes work items, each some query rows of one head. Single threads of one warpgroup, the producer, ask for tiles by bulk
+tensor copies and send results back. Each of the other warpgroups, the consumers, owns 64 query rows and walks the keys from the
+last tile that they see to the first:
 
     producer     K5  Q  V5  K4  V4  K3  V3 …                        rings of a few tiles in shared memory
     tensor cores    │S5 = q·k5ᵀ│S4 = q·k4ᵀ│out += P5·v5│S3 = q·k3ᵀ│out += P4·v4│ …
@@ -143,9 +144,11 @@ def attention_wgmma_kernel(
     along_k = descriptor_bits(16, 8 * BOX_ROW, BOX_ROW)
     along_keys = descriptor_bits(kv_box, 8 * BOX_ROW, BOX_ROW)
     item = _walk(tile_m, tile_n, causal, windowed, has_lengths)
-    # mbarriers: K there, V there, K free, V free, q there, q free (a ring of each), the rows behind a length wiped
+    # mbarriers: K there, V there, K free, V free, q there, q free, rows of the result written (a ring of each), the rows behind a
+    # length wiped
     k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
-    q_full, q_free, wiped = (8 * (4 * stages + n * q_stages) for n in range(3))
+    q_full, q_free, written = (8 * (4 * stages + n * q_stages) for n in range(3))
+    wiped = written + 8 * q_stages * consumers
     rows_barrier, turn_barrier = 1, 1 + consumers  # numbered barriers: a consumer's own, and its turn's
 
     @cuda.jit(device=True, inline="always")
@@ -172,6 +175,11 @@ def attention_wgmma_kernel(
     @cuda.jit(device=True, inline="always")
     def q_parity(turn):
         return uint32(uint32(turn // uint32(q_stages)) & uint32(1))
+
+    @cuda.jit(device=True, inline="always")
+    def rows_written(base, turn, group):
+        which = uint32(uint32(q_slot(turn) * uint32(consumers)) + group)
+        return uint32(base + uint32(written) + uint32(which * uint32(8)))
 
     def make_part(first, end):
         @cuda.jit(device=True, inline="always")
@@ -311,7 +319,9 @@ def attention_wgmma_kernel(
                     mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
             for s in range(q_stages):
                 mbarrier_init(uint32(base + uint32(q_full + 8 * s)), uint32(1))
-                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(consumers))
+                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(1))
+                for g in range(consumers):
+                    mbarrier_init(rows_written(base, uint32(s), uint32(g)), uint32(WARPGROUP))
             mbarrier_init(uint32(base + uint32(wiped)), uint32(ptx.WARP))
             fence_mbarrier_init()
         cuda.syncthreads()
@@ -408,6 +418,26 @@ def attention_wgmma_kernel(
                         fence_proxy_async()
                         mbarrier_arrive(uint32(base + uint32(wiped)))
                     number = uint32(number + uint32(tiles))
+                    work = uint32(work + uint32(cuda.gridDim.x))
+            elif t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
+                # rows of the result leave while their warpgroup is at its next item
+                out_map = tensor_map_address(out)
+                while work < items:
+                    batch, head, first_row, _, _, _, _ = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                    )
+                    rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                    for g in range(consumers):
+                        mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
+                        out_row = int32(first_row + int32(ROWS * g))
+                        if out_row < q_len:
+                            for c in range(columns):
+                                box = uint32(rows_from + uint32(c * q_box + g * ROWS * BOX_ROW))
+                                tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, box)
+                            bulk_commit()
+                    bulk_wait_read(0)
+                    mbarrier_arrive(q_barrier(base, q_free, turn))
+                    turn = uint32(turn + uint32(1))
                     work = uint32(work + uint32(cuda.gridDim.x))
         else:
             more_registers(many)
@@ -531,22 +561,7 @@ def attention_wgmma_kernel(
                             uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
                         )
                 fence_proxy_async()
-                barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
-                if uint32(t % uint32(WARPGROUP)) == uint32(0):
-                    if first_row < q_len:
-                        out_map = tensor_map_address(out)
-                        for c in range(columns):
-                            tensor_store_4d(
-                                out_map,
-                                uint32(c * BOX),
-                                head,
-                                uint32(first_row),
-                                batch,
-                                uint32(q_rows + uint32(c * q_box)),
-                            )
-                        bulk_commit()
-                        bulk_wait_read(0)
-                    mbarrier_arrive(q_barrier(base, q_free, turn))
+                mbarrier_arrive(rows_written(base, turn, group))
                 turn = uint32(turn + uint32(1))
             if turns and group == uint32(0):
                 barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
