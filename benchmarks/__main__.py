@@ -25,6 +25,12 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time the operations on the GPU at hand.")
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")
+    parser.add_argument(
+        "--match", default="", metavar="TEXT", help="only cases whose operation, shape or dtype holds it"
+    )
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PEER", help="leave a peer out, torch.compile say"
+    )
     options = parser.parse_args()
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
@@ -34,8 +40,12 @@ def main():
     if harness.torch is None or not harness.torch.cuda.is_available():
         sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
     module = importlib.import_module(f"benchmarks.{options.name}")
-    results = [harness.run_case(case) for case in module.cases()]
-    harness.report(results, harness.copy_speed(), options.json, command)
+    chosen = (case for case in module.cases() if options.match in f"{case.operation} {case.shape} {case.dtype}")
+    results = [harness.run_case(case, options.without) for case in chosen]
+    copy_bytes_a_second = harness.copy_speed()
+    harness.report(results, copy_bytes_a_second, options.json, command)
+    if hasattr(module, "summarise"):
+        module.summarise(results, copy_bytes_a_second)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class Case:
     flops: int
     make: object
     calls: dict
+    copied: bool = False  # time a copy of as many bytes as well
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Result:
     bytes: int
     flops: int
     microseconds: dict = field(default_factory=dict)
+    copy_microseconds: float | None = None
 
     @property
     def best_peer(self):
@@ -80,12 +82,34 @@ def time_call(function, inputs):
     return statistics.median(times)
 
 
-def run_case(case):
-    """Time every call of a case; a peer that fails is left out and said so."""
+def time_copy(nbytes):
+    """Median microseconds of a device-to-device copy that reads and writes ``nbytes`` together, from memory to memory."""
+    size = max(16, nbytes // 2)
+    sets = max(2, min(64, RING_BYTES // max(nbytes, 1)))
+    pairs = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)) for _ in range(sets)]
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # the launches queue up behind it
+        start.record()
+        for source, target in pairs:
+            target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / sets)
+    return statistics.median(times)
+
+
+def run_case(case, without=()):
+    """Time every call of a case but those of the peers named; a peer that fails is left out and said so."""
     sets = max(2, min(64, -(-RING_BYTES // max(case.bytes, 1))))
     inputs = [case.make() for _ in range(sets)]
     result = Result(case.operation, case.shape, case.dtype, case.bytes, case.flops)
+    if case.copied:
+        result.copy_microseconds = time_copy(case.bytes)
     for name, function in case.calls.items():
+        if name in without:
+            continue
         try:
             result.microseconds[name] = time_call(function, inputs)
         except Exception as error:
@@ -153,7 +177,7 @@ def report(results, copy_bytes_a_second, path, command):
     table = Table(title=f"copy: {copy_bytes_a_second / 1e12:.2f} TB/s", title_justify="left")
     for column in ("operation", "shape", "dtype"):
         table.add_column(column)
-    for column in ("µs", "TB/s", "of copy", "TFLOP/s", "best peer", "peer µs", "speedup"):
+    for column in ("µs", "TB/s", "of copy", "of own copy", "TFLOP/s", "best peer", "peer µs", "speedup"):
         table.add_column(column, justify="right")
     for r in results:
         ours = r.microseconds["nbkernels"]
@@ -166,6 +190,7 @@ def report(results, copy_bytes_a_second, path, command):
             f"{ours:.1f}",
             f"{speed / 1e12:.2f}",
             f"{speed / copy_bytes_a_second:.0%}",
+            f"{r.copy_microseconds / ours:.0%}" if r.copy_microseconds else "",
             f"{r.flops / (ours * 1e-6) / 1e12:.1f}",
             peer[0] if peer else "",
             f"{peer[1]:.1f}" if peer else "",

@@ -19,6 +19,7 @@ from nbkernels import reference
 from nbkernels.arrays import FLOATS, DeviceArray, Int8Weight, as_device_array, as_host_array, is_host, library
 from nbkernels.launch import memory
 from nbkernels.launch.device import DeviceError, cuda_device, current
+from nbkernels.launch.replay import replayed
 
 ACTIVATIONS = (None, "silu", "gelu")
 
@@ -352,6 +353,7 @@ def _as_rows(x):
 # ---- rows --------------------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def softmax(x, *, scale=1.0, out=None, stream=None):
     """exp(scale·x - max) / sum over the last axis. x [..., columns] float -> the same shape and dtype; out may be x.
 
@@ -374,6 +376,7 @@ def softmax(x, *, scale=1.0, out=None, stream=None):
     return call.hand_out(y, call.returned)
 
 
+@replayed
 def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, out=None, stream=None):
     """(x - mean) / sqrt(var + eps) · weight + bias over the last axis, var the mean square deviation.
 
@@ -383,6 +386,7 @@ def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, out=None, 
     return _norm("layer_norm", x, weight, bias, residual, eps, out, stream)
 
 
+@replayed
 def rms_norm(x, weight=None, *, residual=None, eps=1e-6, out=None, stream=None):
     """x / sqrt(mean(x²) + eps) · weight over the last axis; arguments and results as ``layer_norm``."""
     return _norm("rms_norm", x, weight, None, residual, eps, out, stream)
@@ -434,6 +438,7 @@ def _norm(name, x, weight, bias, residual, eps, out, stream):
     return call.hand_out(y, returned), call.hand_out(total, total_returned)
 
 
+@replayed
 def gelu(x, *, approximate="tanh", out=None, stream=None):
     """x·Phi(x), Phi the normal distribution function: by its tanh form, or exactly with approximate="none". out may be x."""
     call = _Call(stream, ("out",), x=x, out=out)
@@ -452,6 +457,7 @@ def gelu(x, *, approximate="tanh", out=None, stream=None):
     return call.hand_out(y, call.returned)
 
 
+@replayed
 def silu_mul(gate, up, *, out=None, stream=None):
     """gate / (1 + exp(-gate)) · up. gate, up of one shape [..., columns] and dtype, views of one fused array allowed.
 
@@ -490,6 +496,7 @@ def _finish_host(values, first, out):
 # ---- matrices ----------------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
 
@@ -505,6 +512,7 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, st
     return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out)
 
 
+@replayed
 def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
     """``matmul`` with an Int8Weight of [out, in], dequantised on the way: sums in float32, the result in x's dtype."""
     if not isinstance(weight, Int8Weight):
@@ -599,6 +607,7 @@ def quantize_int8(weight, *, group_size=None, stream=None):
     return Int8Weight(call.hand_out(values, values_returned), call.hand_out(scales, scales_returned), group_size)
 
 
+@replayed
 def embedding(ids, table, *, dtype=None, out=None, stream=None):
     """table[ids]. ids int32 [...]; table [vocab, hidden] float, or an Int8Weight -> [..., hidden].
 
@@ -646,6 +655,7 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
 # ---- attention ---------------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, stream=None):
     """Rotary embedding of q and k, and k and v written into the cache, in one pass. Returns the rotated q; out may be q.
 
@@ -704,6 +714,7 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     return call.hand_out(y, call.returned)
 
 
+@replayed
 def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None, out=None, stream=None):
     """softmax(scale · q kᵀ, masked) v, head by head. Returns q's shape and dtype.
 
@@ -770,6 +781,7 @@ def advance(lengths, tokens, *, stream=None):
 # ---- choosing a token --------------------------------------------------------------------------------------------------------
 
 
+@replayed
 def argmax(x, *, out=None, stream=None):
     """The first index of the largest element over the last axis, a NaN counting as largest. x [..., columns] -> int32 [...]."""
     call = _Call(stream, ("out",), x=x, out=out)
@@ -795,6 +807,7 @@ def argmax(x, *, out=None, stream=None):
     return call.hand_out(y, call.returned)
 
 
+@replayed
 def sample(
     logits,
     *,

@@ -167,19 +167,21 @@ LENGTHS = (1, 7, 8, 31, 32, 33, 575, 576, 1024, 1025, 4096, 4097, 16384, 16385, 
 
 
 @dtypes
-@pytest.mark.parametrize("wide", [False, True], ids=["strided", "wide"])
-def test_plan_covers_the_row(wide, dtype):
+@pytest.mark.parametrize("walk", ["strided", "staged", "wide"])
+def test_plan_covers_the_row(walk, dtype):
     from nbkernels.kernels import softmax
 
-    for columns, rows in itertools.product(LENGTHS, (1, 5, 100)):
-        plan = softmax.plan(rows, columns, dtype, wide)
+    for columns, rows, clusters in itertools.product(LENGTHS, (1, 5, 100), (False, True)):
+        plan = softmax.plan(rows, columns, dtype, walk, clusters)
         _, _, threads, chunks, *rest = plan.constants
+        rows_per_block, cluster = 1, 1
         if rest:
-            (rows_per_block,) = rest
-            assert threads * chunks * (16 // dtype.itemsize) >= columns
-        else:
-            rows_per_block = 1
-        assert plan.grid[0] * rows_per_block >= rows > (plan.grid[0] - 1) * rows_per_block
+            rows_per_block, resident, cluster = rest
+            assert resident * plan.block[0] <= 2048 and (cluster == 1 or clusters)
+            assert threads * chunks * cluster * (16 // dtype.itemsize) >= columns
+        blocks = plan.grid[0] // cluster
+        assert plan.grid[0] % cluster == 0
+        assert blocks * rows_per_block >= rows > (blocks - 1) * rows_per_block
         assert plan.block == (threads * rows_per_block, 1, 1)
         assert plan.block[0] % 32 == 0 and plan.block[0] <= 1024
 
@@ -188,31 +190,32 @@ def test_plan_covers_the_row(wide, dtype):
 def test_few_kernels_serve_all_lengths(dtype):
     from nbkernels.kernels import softmax
 
-    for wide in (False, True):
-        kernels = {softmax.plan(1, columns, dtype, wide).constants for columns in range(1, 70000, 3)}
+    for walk in ("strided", "staged", "wide"):
+        kernels = {softmax.plan(1, columns, dtype, walk).constants for columns in range(1, 70000, 3)}
         assert len(kernels) <= 40
 
 
 @dtypes
-@pytest.mark.parametrize("wide", [False, True], ids=["strided", "wide"])
-def test_the_kernel_does_not_depend_on_the_number_of_rows(wide, dtype):
+@pytest.mark.parametrize("walk", ["strided", "staged", "wide"])
+def test_the_kernel_does_not_depend_on_the_number_of_rows(walk, dtype):
     from nbkernels.kernels import softmax
 
     for columns in LENGTHS:
-        assert len({softmax.plan(rows, columns, dtype, wide).constants for rows in (1, 2, 1000, 10**6)}) == 1
+        assert len({softmax.plan(rows, columns, dtype, walk).constants for rows in (1, 2, 1000, 10**6)}) == 1
 
 
 def test_alignment_decides_the_walk():
     from nbkernels.arrays import DeviceArray
-    from nbkernels.kernels.rows import is_wide
+    from nbkernels.kernels.rows import choose_walk
 
     def view(pointer, stride, columns, dtype=np.float16):
         return DeviceArray(pointer, (4, columns), (stride, 1), np.dtype(dtype), None)
 
     half = np.dtype(np.float16)
-    assert is_wide(64, half, (view(256, 64, 64), None))
-    assert not is_wide(63, half, (view(256, 64, 63),)), "the length leaves a tail"
-    assert not is_wide(64, half, (view(258, 64, 64),)), "the address"
-    assert not is_wide(64, half, (view(256, 65, 64),)), "the row stride"
-    assert not is_wide(64, half, (view(256, 64, 64), view(256, 68, 64))), "any of the arrays"
-    assert is_wide(4, np.dtype(np.float32), (view(256, 4, 4, np.float32),))
+    assert choose_walk(64, half, (view(256, 64, 64), None)) == "wide"
+    assert choose_walk(63, half, (view(256, 64, 63),)) == "strided", "the length leaves a tail"
+    assert choose_walk(64, half, (view(258, 64, 64),)) == "strided", "the address"
+    assert choose_walk(64, half, (view(256, 65, 64),)) == "strided", "the row stride"
+    assert choose_walk(64, half, (view(256, 64, 64), view(256, 68, 64))) == "strided", "any of the arrays"
+    assert choose_walk(4, np.dtype(np.float32), (view(256, 4, 4, np.float32),)) == "wide"
+    assert choose_walk(4097, half, (view(256, 4097, 4097),)) == "staged", "long enough for shared memory"

@@ -1,9 +1,10 @@
 """Checks of what a GPU lets pass: memory that nothing wrote, and threads that touch the same bytes without an order.
 
-Order between the warps of a block is kept as vector clocks (Lamport's happened-before): ``clock[block, w, v]`` is the last
-time of warp v that warp w has synchronised with. A barrier joins the clocks of those who meet in it; ``bar.warp.sync``
-orders the lanes of a warp among themselves; an mbarrier hands the clocks of those who arrive to those who wait. Blocks are
-never ordered.
+Order between the warps of a cluster (mostly one block) is kept as vector clocks (Lamport's happened-before):
+``clock[cluster, w, v]`` is the last time of warp v that warp w has synchronised with. A barrier joins the clocks of those who
+meet in it; ``bar.warp.sync`` orders the lanes of a warp among themselves; an mbarrier hands the clocks of those who arrive to
+those who wait. Clusters are never ordered. Blocks of a cluster reach each other's shared memory only between two such orders:
+a block must be known to have started, and must know of the access when it exits.
 
 Every granule of memory (as wide as the kernel's narrowest access) remembers its last writer, its last reader, and the last
 reader of another warp than that one, each as a 64-bit stamp:
@@ -68,7 +69,8 @@ class Checks:
     def __init__(self, machine, granules, crosses_blocks):
         m = self.machine = machine
         self.granules = granules
-        self.warps = m.padded // WARP
+        self.block_warps = m.padded // WARP
+        self.warps = self.block_warps * m.cluster_blocks
         self.shared_written = np.zeros(m.shared.size, np.uint8)
         self.local_written = np.zeros(m.local.size, np.uint8)
         self.shared_shadow = Shadow(m.shared.size, granules["shared"])
@@ -76,7 +78,7 @@ class Checks:
         self.numbers = {id(i): min(n, MOST_CODE) for n, i in enumerate(self.instructions)}
         # a kernel that passes data between blocks by atomics and fences orders them in a way that is not followed here
         self.crosses_blocks = crosses_blocks
-        self.lane_warp = m.lane_thread // WARP
+        self.lane_warp = np.arange(m.lanes) // WARP % self.warps
 
     # ---- the course of a launch -----------------------------------------------------------------------------------------
 
@@ -94,10 +96,18 @@ class Checks:
         self.local_written[:] = 0
         self.shared_shadow.clear()
         columns = self.warps
-        self.clock = np.zeros((m.blocks, self.warps, columns), np.int64)
-        self.time = np.ones((m.blocks, self.warps), np.int64)
+        self.clock = np.zeros((m.clusters, self.warps, columns), np.int64)
+        # time 0 is before a warp's start, 1 its start
+        self.time = np.full((m.clusters, self.warps), 2, np.int64)
         self.barrier_clock = np.zeros((m.blocks, 16, columns), np.int64)
-        thread = m.block_linear[m.lane_block] * m.padded + m.lane_thread
+        every = np.arange(self.warps)
+        self.clock[:, every, every] = 1
+        self.cluster_clock = np.zeros((m.clusters, columns), np.int64)
+        self.cluster_done = np.zeros((m.clusters, columns), np.int64)
+        # [blocks, warps of the cluster]: when a warp last reached into a block's shared memory; by which instruction
+        self.reached = np.zeros((m.blocks, columns), np.int64)
+        self.reached_by = {}
+        thread = m.block_order[m.lane_block] * m.padded + m.lane_thread
         if int(thread.max()) > MOST_THREADS:
             self.disabled = True
         self.thread_stamp = (thread + WARP).astype(U64) << THREAD
@@ -112,35 +122,39 @@ class Checks:
 
     # ---- order ----------------------------------------------------------------------------------------------------------
 
-    def _own(self, blocks, warps):
+    def _own(self, clusters, warps):
         """Close the present time of these warps: what they did up to now can be ordered before what follows."""
-        self.clock[blocks, warps, warps] = self.time[blocks, warps]
-        self.time[blocks, warps] += 1
+        self.clock[clusters, warps, warps] = self.time[clusters, warps]
+        self.time[clusters, warps] += 1
 
     def _warps_of(self, group):
         warps = np.flatnonzero(group.mask.reshape(-1, WARP).any(axis=1))
         return warps // self.warps, warps % self.warps
 
     def everyone_meets(self):
-        """All threads of all blocks passed a barrier together."""
+        """All threads of all blocks passed a barrier of their block together."""
         every = np.arange(self.warps)
         self.clock[:, every, every] = self.time
-        self.clock[:] = self.clock.max(axis=1, keepdims=True)
+        of_blocks = self.clock.reshape(self.machine.blocks, self.block_warps, self.warps)
+        of_blocks[:] = of_blocks.max(axis=1, keepdims=True)
         self.time += 1
         self._restamp()
 
     def arrive(self, group, barrier):
         """Lanes come to barriers (ids [lanes]) of their blocks."""
-        blocks, warps = self._warps_of(group)
-        ids = barrier.reshape(-1, WARP).max(axis=1)[blocks * self.warps + warps]
-        self._own(blocks, warps)
-        np.maximum.at(self.barrier_clock, (blocks, ids), self.clock[blocks, warps])
+        clusters, warps = self._warps_of(group)
+        numbers = clusters * self.warps + warps
+        ids = barrier.reshape(-1, WARP).max(axis=1)[numbers]
+        self._own(clusters, warps)
+        np.maximum.at(self.barrier_clock, (numbers // self.block_warps, ids), self.clock[clusters, warps])
         self._restamp()
 
     def release(self, lanes, ids):
         """Lanes go on behind barriers (ids of these lanes)."""
-        blocks, warps = self.machine.lane_block[lanes], self.lane_warp[lanes]
-        self.clock[blocks, warps] = np.maximum(self.clock[blocks, warps], self.barrier_clock[blocks, ids])
+        m = self.machine
+        clusters, warps = m.lane_cluster[lanes], self.lane_warp[lanes]
+        learnt = self.barrier_clock[m.lane_block[lanes], ids]
+        self.clock[clusters, warps] = np.maximum(self.clock[clusters, warps], learnt)
 
     def finish(self, complete):
         """These barriers [blocks, 16] begin anew."""
@@ -152,16 +166,77 @@ class Checks:
         self._restamp()
 
     def publish(self, group):
-        """The clocks of the group's warps, for a release at an mbarrier: (blocks, clocks)."""
-        blocks, warps = self._warps_of(group)
-        self._own(blocks, warps)
+        """The clocks of the group's warps, for a release at an mbarrier: (clusters, clocks)."""
+        clusters, warps = self._warps_of(group)
+        self._own(clusters, warps)
         self._restamp()
-        return blocks, self.clock[blocks, warps]
+        return clusters, self.clock[clusters, warps]
 
     def learn(self, group, clocks):
         """Warps of the group acquire what clocks [warps of the group, columns] hold."""
-        blocks, warps = self._warps_of(group)
-        self.clock[blocks, warps] = np.maximum(self.clock[blocks, warps], clocks)
+        clusters, warps = self._warps_of(group)
+        self.clock[clusters, warps] = np.maximum(self.clock[clusters, warps], clocks)
+
+    # ---- clusters -------------------------------------------------------------------------------------------------------
+
+    def cluster_arrive(self, group, released):
+        """Lanes arrive at the barrier of their cluster. Not released (.relaxed): others learn only that they have started."""
+        clusters, warps = self._warps_of(group)
+        if released:
+            self._own(clusters, warps)
+            np.maximum.at(self.cluster_clock, clusters, self.clock[clusters, warps])
+        else:
+            self.cluster_clock[clusters, warps] = np.maximum(self.cluster_clock[clusters, warps], 1)
+        self._restamp()
+
+    def cluster_release(self, lanes):
+        """Lanes go on behind the barrier of their cluster."""
+        clusters, warps = self.machine.lane_cluster[lanes], self.lane_warp[lanes]
+        self.clock[clusters, warps] = np.maximum(self.clock[clusters, warps], self.cluster_done[clusters])
+        self._restamp()
+
+    def finish_clusters(self, complete):
+        """The barriers of these clusters [clusters] begin anew."""
+        self.cluster_done[complete] = self.cluster_clock[complete]
+        self.cluster_clock[complete] = 0
+
+    def reach(self, instruction, lanes, blocks):
+        """Lanes reach into the shared memory of blocks [lanes], which they must know to have started."""
+        m = self.machine
+        other = blocks != m.lane_block[lanes]
+        if not other.any():
+            return
+        lanes, blocks = lanes[other], blocks[other]
+        clusters, warps = m.lane_cluster[lanes], self.lane_warp[lanes]
+        known = self.clock[clusters, warps].reshape(lanes.size, m.cluster_blocks, self.block_warps).max(axis=2)
+        unknown = known[np.arange(lanes.size), blocks % m.cluster_blocks] == 0
+        if unknown.any():
+            bad = int(np.argmax(unknown))
+            raise RaceError(
+                f"{m.where(instruction, int(lanes[bad]))}: reaches into the shared memory of block "
+                f"{m.block_name(blocks[bad])}, and nothing orders this behind that block's start"
+            )
+        self.reached[blocks, warps] = self.time[clusters, warps]
+        for pair in np.unique(blocks * self.warps + warps):
+            self.reached_by[int(pair)] = instruction
+
+    def leave(self, group):
+        """Lanes exit. A block that none is left of must know of all that reached into its shared memory."""
+        m = self.machine
+        for block in np.unique(m.lane_block[group.lanes]):
+            if m.live_count[block]:
+                continue
+            cluster, rank = divmod(int(block), m.cluster_blocks)
+            known = self.clock[cluster, rank * self.block_warps : (rank + 1) * self.block_warps].max(axis=0)
+            late = self.reached[block] > known
+            if late.any():
+                warp = int(np.argmax(late))
+                instruction = self.reached_by[int(block) * self.warps + warp]
+                lane = (cluster * self.warps + warp) * WARP
+                raise RaceError(
+                    f"{m.where(instruction, lane)}: reaches into the shared memory of block {m.block_name(block)}, "
+                    "and nothing orders this before that block's exit"
+                )
 
     # ---- accesses -------------------------------------------------------------------------------------------------------
 
@@ -274,14 +349,15 @@ class Checks:
         m = self.machine
         thread = ((before >> THREAD) & THREAD_MASK).astype(np.int64) - WARP
         slot = m.lane_block[lanes][:, None]
-        same_block = thread // m.padded == m.block_linear[slot]
-        warp = np.where(same_block & suspect, thread % m.padded // WARP, 0)
-        known = self.clock[slot, self.lane_warp[lanes][:, None], warp]
-        ordered = same_block & (known >= (before & TIME_MASK).astype(np.int64)) & (before & PENDING == 0)
+        together = m.padded * m.cluster_blocks
+        same_cluster = thread // together == m.block_order[slot] // m.cluster_blocks
+        warp = np.where(same_cluster & suspect, thread % together // WARP, 0)
+        known = self.clock[m.lane_cluster[lanes][:, None], self.lane_warp[lanes][:, None], warp]
+        ordered = same_cluster & (known >= (before & TIME_MASK).astype(np.int64)) & (before & PENDING == 0)
         both_atomic = (before & mine & ATOMIC) != 0
         bad = suspect & ~ordered & ~both_atomic
         if self.crosses_blocks and buffer is not m.shared:
-            bad &= same_block
+            bad &= thread // m.padded == m.block_order[slot]
         return bad if bad.any() else None
 
     def last_writer_wins(self, instruction, group, buffer, which, offsets, kept):
@@ -380,7 +456,8 @@ class Checks:
     def _place(self, buffer, offset):
         m = self.machine
         if buffer is m.shared:
-            return f"shared address {offset % m.shared_stride:#x}"
+            of_block = "" if m.cluster_blocks == 1 else f" of block {m.block_name(offset // m.shared_stride)}"
+            return f"shared address {offset % m.shared_stride:#x}{of_block}"
         if buffer is m.local:
             return f"local address {offset % m.local_stride:#x}"
         return f"global address {buffer.base + offset:#x} (byte {offset} of {buffer.name})"
@@ -403,6 +480,7 @@ class Checks:
         block, number = divmod(thread, m.padded)
         x, y, _ = m.block
         gx, gy, _ = m.grid
+        block = m.linear_block(block)
         where_block = (block % gx, block // gx % gy, block // (gx * gy))
         where_thread = (number % x, number // x % y, number // (x * y))
         verb = {"read": "reads", "write": "writes", "atomic": "updates", "copy": "copies asynchronously to"}.get(

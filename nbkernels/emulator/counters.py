@@ -103,7 +103,7 @@ class Counters:
                     continue
                 lanes = group.lanes if which is None else group.lanes[which]
                 if buffer is m.shared:
-                    self._count_shared(counts, lanes, offsets - m.lane_shared[lanes], size)
+                    self._count_shared(counts, lanes, offsets, size)
                 else:
                     self._count_global(counts, lanes, offsets, size, mode)
             return parts

@@ -43,6 +43,8 @@ def shared_addresses(m, i, operand):
         buffer, _, offsets = parts[0]
         if len(parts) > 1 or buffer is not m.shared:
             raise m.fault(i, m.first_lane(group), "an mbarrier outside shared memory")
+        if (offsets // m.shared_stride != m.lane_block[group.sel]).any():
+            raise m.unknown(i, "an mbarrier of another block of the cluster")
         return offsets % m.shared_stride
 
     return addresses

@@ -8,7 +8,7 @@ import numpy as np
 
 from nbkernels.emulator import parser
 from nbkernels.emulator.machine import DTYPES, LOCAL_START, SHARED_START
-from nbkernels.emulator.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
+from nbkernels.emulator.memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, WINDOW_BYTES
 from nbkernels.emulator.registry import instruction
 
 U32, U64 = np.dtype(np.uint32), np.dtype(np.uint64)
@@ -78,6 +78,8 @@ def _plain_locator(m, i, address, space, size, write):
     base, offset = address_source(m, i, address, space)
     if base is None:
         base, offset = m.constant(offset % (1 << 64), U64), 0
+    if space == "shared" and "shared::cluster" in i.opcode and i.opcode[0] in ("ld", "st", "atom", "red", "mbarrier"):
+        return _cluster_locator(m, i, base, offset, size, write)
     if space in ("shared", "local"):
         return _window_locator(m, i, base, offset, space, size, write)
     if space in ("global", "const"):
@@ -113,11 +115,58 @@ def _window_locator(m, i, base, offset, space, size, write):
     return locate
 
 
+def _cluster_locator(m, i, base, offset, size, write):
+    """Addresses in shared::cluster: the block's own, or what ``mapa`` made of one for a block of its cluster."""
+    scratch = np.zeros(m.lanes, U32)  # addresses in the memory of the blocks that the lanes at hand reach
+    inside = _window_locator(m, i, scratch, 0, "shared", size, write)
+    narrow = base.dtype == U32
+
+    def locate(group):
+        sel = group.sel
+        at = base[sel].astype(U64) + np.uint64(offset % (1 << 64))
+        if narrow:
+            at &= np.uint64(0xFFFFFFFF)
+        rank = (at >> np.uint64(RANK_SHIFT)).astype(np.int64) - 1
+        scratch[sel] = at & np.uint64((1 << RANK_SHIFT) - 1)
+        if int(rank.max()) < 0:
+            return inside(group)
+        if int(rank.max()) >= m.cluster_blocks:
+            bad = int(np.argmax(rank))
+            _rank_fault(m, i, group, bad, int(rank[bad]))
+        ((buffer, _, offsets),) = inside(group)
+        lanes = group.lanes
+        distance = np.where(rank < 0, 0, rank - m.lane_rank[lanes])
+        _reach(m, i, lanes, distance, write)
+        return ((buffer, None, offsets + distance * m.shared_stride),)
+
+    return locate
+
+
+def _reach(m, i, lanes, distance, write):
+    """Lanes reach into the shared memory of blocks that many further: those have to run."""
+    blocks = m.lane_block[lanes] + distance
+    gone = (m.live_count[blocks] == 0) & (distance != 0)
+    if gone.any():
+        bad = int(np.argmax(gone))
+        verb = "writes to" if write else "reads"
+        raise m.fault(
+            i, lanes[bad], f"{verb} shared memory of block {m.block_name(blocks[bad])} of its cluster, which has exited"
+        )
+    if m.checks is not None:
+        m.checks.reach(i, lanes, blocks)
+
+
+def _rank_fault(m, i, group, bad, rank):
+    raise m.fault(i, group.lanes[bad], f"rank {rank} in a cluster of {m.cluster_blocks} blocks")
+
+
 def _window_fault(m, i, group, bad, address, space, start, end, size, write):
     lane = group.lanes[bad]
     verb = "writes" if write else "reads"
     where = "before it" if address < start else "across its end"
-    if address >= end:
+    if space == "shared" and m.cluster_blocks > 1 and address >> RANK_SHIFT:
+        where = "an address of mapa, which only shared::cluster accesses take"
+    elif address >= end:
         where = f"{address - end} bytes behind its end"
     raise m.fault(
         i,
@@ -209,7 +258,7 @@ def _generic_locator(m, i, base, offset, size, write):
     reach = np.uint64(WINDOW_BYTES)
     window_offset = np.uint64(offset % (1 << 64))
     scratch = np.zeros(m.lanes, np.uint64)  # window addresses of the lanes at hand
-    in_shared = _window_locator(m, i, scratch, 0, "shared", size, write)
+    in_shared = _cluster_locator(m, i, scratch, 0, size, write)
     in_local = _window_locator(m, i, scratch, 0, "local", size, write)
     in_global = _global_locator(m, i, base, offset, size, write)
 
@@ -480,20 +529,53 @@ def bind_convert_address(m, i):
 def bind_is_space(m, i):
     space = i.opcode[1].partition("::")[0]
     window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space)
+    own = space == "shared" and i.opcode[1] != "shared::cluster"
+    reach = np.uint64(1 << RANK_SHIFT if own else WINDOW_BYTES)
     place = m.destination(i, i.operands[0], np.dtype(bool))
     source = m.source(i, i.operands[1], U64)
     if window is None:
         if space != "global":
             raise m.unknown(i, f"isspacep.{space}")
         return m.apply(lambda x: x < np.uint64(SHARED_WINDOW), place, [source], into=False)
-    return m.apply(lambda x: (x - np.uint64(window)) < np.uint64(WINDOW_BYTES), place, [source], into=False)
+    return m.apply(lambda x: (x - np.uint64(window)) < reach, place, [source], into=False)
 
 
 @instruction("mapa")
 def bind_map_shared(m, i):
-    """The address of the same shared variable in another block of the cluster; a cluster here is one block."""
+    """The address of the same shared variable in another block of the cluster."""
     dtype = DTYPES[i.opcode[-1]]
-    return m.apply(np.positive, m.destination(i, i.operands[0], dtype), [m.source(i, i.operands[1], dtype)])
+    place = m.destination(i, i.operands[0], dtype)
+    operand = i.operands[1]
+    if isinstance(operand, parser.Symbol) and operand.name in m.symbols:
+        generic = space_of(i) == "generic"
+        source = m.constant(m.symbol_address(operand.name, generic) + operand.offset, dtype)
+    else:
+        source = m.source(i, operand, dtype)
+    ranks = m.source(i, i.operands[2], U32)
+    own = dtype.type((1 << 8 * dtype.itemsize) - 1 - ((0xFF) << RANK_SHIFT))
+
+    def step(group):
+        sel = group.sel
+        rank = ranks[sel]
+        if int(rank.max()) >= m.cluster_blocks:
+            bad = int(np.argmax(rank))
+            _rank_fault(m, i, group, bad, int(rank[bad]))
+        place[sel] = (source[sel] & own) | ((rank.astype(dtype) + dtype.type(1)) << dtype.type(RANK_SHIFT))
+
+    return step
+
+
+@instruction("getctarank")
+def bind_rank_of_address(m, i):
+    """The rank of the block whose shared memory an address is in."""
+    dtype = DTYPES[i.opcode[-1]] if space_of(i) == "shared" else U64
+    place, source = m.destination(i, i.operands[0], U32), m.source(i, i.operands[1], dtype)
+
+    def rank_of(address, own):
+        named = (address >> dtype.type(RANK_SHIFT) & dtype.type(0xFF)).astype(U32)
+        return np.where(named == 0, own, named - np.uint32(1))
+
+    return m.apply(rank_of, place, [source, m.lane_rank.astype(U32)], into=False)
 
 
 @instruction(

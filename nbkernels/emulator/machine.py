@@ -59,6 +59,12 @@ def align(value, alignment):
     return -(-value // alignment) * alignment
 
 
+def cluster_of(function):
+    """(x, y, z) blocks of a cluster, by the entry's directive."""
+    shape = tuple(function.directives.get("reqnctapercluster", ()))
+    return shape + (1,) * (3 - len(shape))
+
+
 class Machine:
     """One entry bound for a block shape: its registers, its memories for a batch of blocks, and the lanes' state.
 
@@ -74,6 +80,10 @@ class Machine:
         self.block = block
         self.threads = block[0] * block[1] * block[2]
         self.padded = align(self.threads, WARP)
+        # blocks along each axis that share one cluster, and how many that are; blocks of a cluster stand beside each other
+        self.cluster = cluster_of(function)
+        self.cluster_blocks = int(np.prod(self.cluster))
+        self.clusters = blocks // self.cluster_blocks
         self.blocks = blocks
         self.lanes = blocks * self.padded
         self.dynamic_shared = shared_bytes
@@ -85,8 +95,12 @@ class Machine:
         self._specials = {}
         self.full = full_group(self.lanes)
         self.lane_block = np.repeat(np.arange(blocks), self.padded)
+        self.lane_cluster = self.lane_block // self.cluster_blocks
+        self.lane_rank = self.lane_block % self.cluster_blocks
         self.lane_thread = np.tile(np.arange(self.padded), blocks)
+        # [blocks] of a batch: a block's number in the order x, y, z, and its number in the order of clusters
         self.block_linear = np.zeros(blocks, np.int64)
+        self.block_order = np.zeros(blocks, np.int64)
         self._place_variables()
         self._find_constants()
         self.checks = make_checks(self) if make_checks else None
@@ -283,10 +297,15 @@ class Machine:
         position = (linear % x, linear // x % y, linear // (x * y))
         for name, row in self._specials.items():
             base, _, axis = name.partition(".")
-            if base in ("%ctaid", "%clusterid"):
-                row[:] = position["xyz".index(axis)]
-            elif base in ("%nctaid", "%nclusterid"):
-                row[:] = self.grid["xyz".index(axis)]
+            axis = "xyz".index(axis) if axis else None
+            if base == "%ctaid":
+                row[:] = position[axis]
+            elif base == "%nctaid":
+                row[:] = self.grid[axis]
+            elif base == "%clusterid":
+                row[:] = position[axis] // self.cluster[axis]
+            elif base == "%nclusterid":
+                row[:] = self.grid[axis] // self.cluster[axis]
 
     # ---- steps ----------------------------------------------------------------------------------------------------------
 
@@ -405,8 +424,7 @@ class Machine:
         elif instruction.opcode[1:2] == ["warp"]:
             end = self._warp_end(instruction, number, instruction.operands[0], self._after_warp_sync)
         elif instruction.opcode[1:2] == ["cluster"]:
-            # one block a cluster: its barrier is passed at once
-            end = lambda group: following  # noqa: E731
+            end = self._bind_cluster_barrier(instruction, number)
         else:
             end = self._bind_barrier(instruction, number)
         return self._guarded_end(instruction, end, following)
@@ -638,6 +656,75 @@ class Machine:
         totals = np.bincount(keys)[keys]
         target[lanes] = {"popc": sums, "or": sums > 0, "and": sums == totals}[operation]
 
+    # ---- the barrier of a cluster ---------------------------------------------------------------------------------------
+
+    def _bind_cluster_barrier(self, instruction, number):
+        """barrier.cluster.arrive and barrier.cluster.wait: a phase ends when all live threads of the cluster have arrived."""
+        words = instruction.opcode[2:]
+        following = number + 1
+        if words[0] not in ("arrive", "wait"):
+            raise self.unknown(instruction, f"cluster barrier action {words[0]}")
+        released = "relaxed" not in words
+
+        def arrive(group):
+            lanes = group.lanes
+            again = self.cluster_phase_of[lanes] >= 0
+            if again.any():
+                raise LaunchError(
+                    f"{self.where(instruction, int(lanes[np.argmax(again)]))}: arrives at the cluster barrier a second time "
+                    "before it has waited"
+                )
+            self.cluster_phase_of[lanes] = self.cluster_phase[self.lane_cluster[lanes]]
+            self.cluster_arrived[lanes] = True
+            if self.checks is not None:
+                self.checks.cluster_arrive(group, released)
+            self.release_clusters()
+            return following
+
+        def wait(group):
+            lanes = group.lanes
+            phase = self.cluster_phase_of[lanes]
+            done = (phase >= 0) & (phase < self.cluster_phase[self.lane_cluster[lanes]])
+            if not done.all():
+                held = np.zeros(self.lanes, bool)
+                held[lanes[~done]] = True
+                parked = self.cluster_parked.get(number)
+                self.cluster_parked[number] = held if parked is None else parked | held
+            self._leave_cluster_barrier(number, lanes[done])
+            return -1
+
+        return arrive if words[0] == "arrive" else wait
+
+    def _leave_cluster_barrier(self, number, lanes):
+        if lanes.size == 0:
+            return
+        self.cluster_phase_of[lanes] = -1
+        if self.checks is not None:
+            self.checks.cluster_release(lanes)
+        mask = np.zeros(self.lanes, bool)
+        mask[lanes] = True
+        self.push(number + 1, group_of(mask))
+
+    def release_clusters(self):
+        """End the phase of clusters whose live threads have all arrived, and let those go on that wait for it."""
+        arrived = self.cluster_arrived.reshape(self.clusters, -1)
+        missing = self.live.reshape(self.clusters, -1) & ~arrived
+        complete = arrived.any(axis=1) & ~missing.any(axis=1)
+        if not complete.any():
+            return
+        self.cluster_phase[complete] += 1
+        arrived[complete] = False
+        if self.checks is not None:
+            self.checks.finish_clusters(complete)
+        for number, parked in list(self.cluster_parked.items()):
+            free = parked & complete[self.lane_cluster] & (self.cluster_phase_of >= 0)
+            left = parked & ~free
+            if left.any():
+                self.cluster_parked[number] = left
+            else:
+                del self.cluster_parked[number]
+            self._leave_cluster_barrier(number, np.flatnonzero(free))
+
     # ---- running --------------------------------------------------------------------------------------------------------
 
     def push(self, block, group):
@@ -656,6 +743,10 @@ class Machine:
             lanes = group.lanes
             self.live[lanes] = False
             self.live_count -= np.bincount(self.lane_block[lanes], minlength=self.blocks)
+        if self.checks is not None and self.cluster_blocks > 1:
+            self.checks.leave(group)
+        if self.cluster_arrived.any():
+            self.release_clusters()
         if self.barrier_parked:
             self.release_barriers()
         if self.warp_waiting:
@@ -678,7 +769,8 @@ class Machine:
 
     def _run_batch(self, first, count):
         self.first_block, self.batch_blocks = first, count
-        self.block_linear[:] = first + np.arange(self.blocks)
+        self.block_order[:] = first + np.arange(self.blocks)
+        self.block_linear[:] = self.linear_block(self.block_order)
         self._fill_specials()
         self.live = ((self.lane_thread < self.threads) & (self.lane_block < count)).copy()
         self.live_count = np.where(np.arange(self.blocks) < count, self.threads, 0)
@@ -688,6 +780,11 @@ class Machine:
         self.at_barrier = np.zeros(self.lanes, np.int64)
         self.barrier_parked, self.barrier_reduce, self.warp_waiting = {}, {}, {}
         self.parked = {}
+        # phases of each cluster's barrier that have ended; the phase a lane arrived in and has not waited for, else -1
+        self.cluster_phase = np.zeros(self.clusters, np.int64)
+        self.cluster_phase_of = np.full(self.lanes, -1, np.int64)
+        self.cluster_arrived = np.zeros(self.lanes, bool)
+        self.cluster_parked = {}
         self.ready, self.since, self.decisions = {}, {}, 0
         self.pending_copies = []
         self.copy_group = np.zeros(self.lanes, np.int64)
@@ -699,7 +796,7 @@ class Machine:
             self.checks.start_batch()
         self.push(0, group_of(self.live.copy()))
         self._loop()
-        if self.barrier_parked or self.warp_waiting or self.parked:
+        if self.barrier_parked or self.warp_waiting or self.parked or self.cluster_parked:
             raise Deadlock(describe_deadlock(self))
         for finish in BATCH_ENDS:
             finish(self)
@@ -742,6 +839,18 @@ class Machine:
     def first_lane(self, group):
         """The lowest lane of a group."""
         return int(group.sel.start if isinstance(group.sel, slice) else group.sel[0])
+
+    def linear_block(self, order):
+        """Numbers of blocks in the order x, y, z, from those in the order of clusters."""
+        if self.cluster[1] == self.cluster[2] == 1:
+            return order
+        width, height, _ = self.cluster
+        across, down = self.grid[0] // width, self.grid[1] // height
+        cluster, rank = order // self.cluster_blocks, order % self.cluster_blocks
+        x = cluster % across * width + rank % width
+        y = cluster // across % down * height + rank // width % height
+        z = cluster // (across * down) * self.cluster[2] + rank // (width * height)
+        return x + self.grid[0] * (y + self.grid[1] * z)
 
     def block_name(self, block):
         """(x, y, z) of a block of this batch."""

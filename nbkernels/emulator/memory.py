@@ -19,6 +19,8 @@ GAP = 1 << 20
 SHARED_WINDOW = 0x0100_0000_0000_0000
 LOCAL_WINDOW = 0x0200_0000_0000_0000
 WINDOW_BYTES = 1 << 32
+# a shared::cluster address: bits 24 and up are 0 for the block's own memory, else 1 + the block's rank in its cluster
+RANK_SHIFT = 24
 
 
 class Buffer:

@@ -26,6 +26,21 @@ def describe_deadlock(m):
                 f"  block {m.block_name(block)}: {_ranges(m.lane_thread[mine])} wait for other lanes of their "
                 f"warp ({_place(instruction)})"
             )
+    for number, parked in m.cluster_parked.items():
+        lanes = np.flatnonzero(parked)
+        for cluster in np.unique(m.lane_cluster[lanes])[:4]:
+            for block in np.unique(m.lane_block[lanes[m.lane_cluster[lanes] == cluster]])[:4]:
+                mine = lanes[m.lane_block[lanes] == block]
+                lines.append(
+                    f"  block {m.block_name(block)}: {_ranges(m.lane_thread[mine])} wait at the cluster barrier "
+                    f"({_place(m.block_instruction[number])})"
+                )
+            missing = np.flatnonzero(m.live & ~m.cluster_arrived & (m.lane_cluster == cluster))
+            for block in np.unique(m.lane_block[missing]):
+                mine = missing[m.lane_block[missing] == block]
+                lines.append(
+                    f"  block {m.block_name(block)}: {_ranges(m.lane_thread[mine])} have not arrived at the cluster barrier"
+                )
     for (block, address), waiting in m.parked.items():
         barrier = m.mbarriers[block, address]
         for number, group in waiting:

@@ -22,12 +22,14 @@ from nbkernels.emulator.calls import with_calls_inlined
 from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.counters import Counters, Report
 from nbkernels.emulator.errors import LaunchError
-from nbkernels.emulator.machine import BATCH_LANES, SHARED_START, WARP, Machine, align
+from nbkernels.emulator.machine import BATCH_LANES, SHARED_START, WARP, Machine, align, cluster_of
 from nbkernels.emulator.memory import GlobalMemory
 from nbkernels.emulator.parser import parse
 
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
+# what a kernel may ask for without a driver attribute that allows 16
+MAX_CLUSTER_BLOCKS = 8
 KEPT_MACHINES = 64
 
 
@@ -66,6 +68,7 @@ class Emulator:
         total = grid[0] * grid[1] * grid[2]
         if total == 0:
             raise LaunchError(f"{function.name}: an empty grid {grid}")
+        _check_cluster(function, grid)
         registered = []
         try:
             packed = self._pack(function, args, registered)
@@ -84,7 +87,7 @@ class Emulator:
         return Report(machine.name, function.instructions, machine.counters.totals())
 
     def _make_machine(self, module, function, block, total, shared_bytes, make_counters):
-        blocks = min(total, max(1, BATCH_LANES // align(block[0] * block[1] * block[2], WARP)))
+        blocks = min(total, _most_blocks(function, block))
         checks = _make_checks if self.checks else None
         machine = Machine(module, function, self.memory, block, blocks, shared_bytes, checks, make_counters)
         used = machine.shared_end - SHARED_START
@@ -94,8 +97,7 @@ class Emulator:
 
     def _machine(self, module, function, block, total, shared_bytes):
         # as many blocks at once as the grid has, or as a batch holds: grids that differ beyond that share a machine
-        most = max(1, BATCH_LANES // align(block[0] * block[1] * block[2], WARP))
-        key = (module.text, function.name, block, min(total, most), shared_bytes)
+        key = (module.text, function.name, block, min(total, _most_blocks(function, block)), shared_bytes)
         machine = self.machines.get(key)
         if machine is None:
             machine = self.machines[key] = self._make_machine(module, function, block, total, shared_bytes, None)
@@ -153,6 +155,20 @@ class Emulator:
                 f"wanted {parameter.size}"
             )
         return data
+
+
+def _check_cluster(function, grid):
+    cluster = cluster_of(function)
+    if not 0 < int(np.prod(cluster)) <= MAX_CLUSTER_BLOCKS:
+        raise LaunchError(f"{function.name}: a cluster of {cluster} blocks, wanted 1 to {MAX_CLUSTER_BLOCKS}")
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise LaunchError(f"{function.name}: grid {grid} is no multiple of its clusters of {cluster} blocks")
+
+
+def _most_blocks(function, block):
+    """How many blocks a batch holds at most: whole clusters."""
+    together = int(np.prod(cluster_of(function)))
+    return max(1, BATCH_LANES // align(block[0] * block[1] * block[2], WARP) // together) * together
 
 
 def _make_checks(machine):

@@ -23,9 +23,11 @@ def make_special(m, instruction, name):
         if base in ("%nctaid", "%nclusterid", "%clusterid"):
             return np.zeros(m.lanes, np.uint32)
         if base == "%cluster_ctaid":
-            return m.constant(0, np.uint32)
+            width, height, _ = m.cluster
+            rank = m.lane_rank
+            return np.array((rank % width, rank // width % height, rank // (width * height))[axis], np.uint32)
         if base == "%cluster_nctaid":
-            return m.constant(1, np.uint32)
+            return m.constant(m.cluster[axis], np.uint32)
     lane = thread % WARP
     one = np.uint64(1)
     eq = (one << lane.astype(np.uint64)).astype(np.uint64)
@@ -42,9 +44,9 @@ def make_special(m, instruction, name):
         "%lanemask_le": eq + (eq - one),
         "%lanemask_gt": np.uint64(0xFFFFFFFF) & ~(eq + (eq - one)),
         "%lanemask_ge": np.uint64(0xFFFFFFFF) & ~(eq - one),
-        "%cluster_ctarank": np.zeros(m.lanes),
-        "%cluster_nctarank": np.ones(m.lanes),
-        "%is_explicit_cluster": np.zeros(m.lanes, bool),
+        "%cluster_ctarank": m.lane_rank,
+        "%cluster_nctarank": np.full(m.lanes, m.cluster_blocks),
+        "%is_explicit_cluster": np.full(m.lanes, "reqnctapercluster" in m.function.directives),
         "%dynamic_smem_size": np.full(m.lanes, m.dynamic_shared),
         "%total_smem_size": np.full(m.lanes, m.shared_end - SHARED_START),
         "%clock": np.zeros(m.lanes),

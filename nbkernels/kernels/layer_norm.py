@@ -5,18 +5,20 @@
 
 A row in registers, walked as ``rows`` says; x and residual are read once, y and t written once:
 
-    load        x + residual  ->  held         float32
-    store       held  ->  t                    rounded to x's dtype
-    shift       sum held / columns             the mean, as well as a float32 holds it
-    deviations  held - shift  ->  held         their sum and squares over the row
-    finish      (held - mean of the deviations) · inverse root · weight + bias  ->  y
+    load        x, residual  ->  held          as they lie in memory
+    store       x + residual = t               rounded to x's dtype; what follows is of the unrounded sum
+    shift       t's first element              read by every thread
+    moments     mean and squares               of t - shift, first of a thread's elements, then merged over the row
+    finish      (t - shift - mean) · inverse root · weight + bias  ->  y
 
-The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation, so the deviations' own mean is taken off as well:
-the corrected two-pass algorithm (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance").
+The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation; that of the differences to any one element is small
+enough, whatever the element: an outlier of 100 deviations costs two digits of seven. The squares are those of differences to a
+mean at every stage, and cancel nothing.
 
-A row beyond a block's registers is walked twice, tile by tile: there the shift is the mean of the first tile. That mean of k
-among n elements lies within sqrt(n / k) standard deviations of the row's mean, whatever the row holds (k times the square of the
-distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
+A row beyond a block's registers is walked twice, tile by tile: there the shift is the mean of the first tile, and the squares are
+corrected by the mean of the deviations (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance"). That mean of
+k among n elements lies within sqrt(n / k) standard deviations of the row's mean, whatever the row holds (k times the square of
+the distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
 """
 
 from functools import lru_cache
@@ -26,32 +28,52 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels import norm
-from nbkernels.kernels.elements import vector_width
-from nbkernels.kernels.norm import SHRINK, inverse_root
-from nbkernels.kernels.rows import SCRATCH, is_wide, place, plan_rows, reductions, row_access, several_sums
+from nbkernels.kernels.elements import conversions, vector_width
+from nbkernels.kernels.norm import inverse_root
+from nbkernels.kernels.rows import (
+    SCRATCH,
+    SHRINK,
+    choose_walk,
+    entrance,
+    has_clusters,
+    moments,
+    place,
+    plan_rows,
+    reductions,
+    row_access,
+    several_sums,
+)
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 3 * SCRATCH
-# With a residual, a float32 row of 1024 threads with 32 registers each spills (sm_80): hold 28.
-MOST_FLOAT32_WITH_RESIDUAL = 28672
+MOMENTS_SCRATCH = 4 * SCRATCH
+# An element beyond this is not taken off the others: the difference of two such may be infinite.
+LARGEST_SHIFT = np.float32(2.0**126)
 
 
 def layer_norm_kernel(
-    dtype, wide, threads, chunks, rows_per_block, parameter_dtype, has_weight, has_bias, has_residual
+    dtype, walk, threads, chunks, rows_per_block, resident, cluster, parameter_dtype, has_weight, has_bias, has_residual
 ):
-    """Rows in registers. threads and chunks are those of one row."""
-    width = vector_width(dtype)
-    values = chunks * width
-    locate = place(threads, rows_per_block)
-    read = norm.source(dtype, wide, threads, chunks, has_residual)
-    write = norm.finish(dtype, parameter_dtype, wide, threads, chunks, has_weight, has_bias)
-    access = row_access(dtype, width, wide, threads, chunks)
-    store, inside = access.store, access.inside
-    row_sum, _ = reductions(threads)
-    row_sums = several_sums(threads, 3)
+    """Rows in registers.
 
-    @kernel(launch_bounds=threads * rows_per_block)
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    scratch_size = MOMENTS_SCRATCH * cluster
+    words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
+    inside, put, flush = access.inside, access.put, access.flush
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
+    merge = moments(threads, cluster)
+    alike = width if walk == "wide" else 1  # elements that are inside the row or not together
+    inverse_values = np.float32(1 / (chunks * width))
+    from_storage, _ = conversions(dtype)
+
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(parameter_dtype or dtype),
@@ -68,49 +90,80 @@ def layer_norm_kernel(
         inverse_columns: float32,
         eps: float32,
     ):
-        shift_scratch = cuda.shared.array(SCRATCH, float32)
-        sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
-        held = cuda.local.array(values, float32)
-        sums = cuda.local.array(3, float32)
-        row, thread, here = locate(rows, columns)
-        read(x, row * x_stride, residual, row * residual_stride, thread, here, held)
-        if has_residual:
-            store(total, row * total_stride, thread, here, held)
-
+        scratch = cuda.shared.array(scratch_size, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
+        found = cuda.local.array(4, float32)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
         shift = float32(0.0)
-        for i in range(values):  # scaled before they are summed: huge elements may sum to infinity
-            shift = ptx.fma(held[i], inverse_columns, shift)
-        shift = row_sum(shift, shift_scratch)
+        if row < rows:
+            shift = from_storage(x[row * x_stride])
+            if has_residual:
+                shift += from_storage(residual[row * residual_stride])
+        if not abs(shift) < LARGEST_SHIFT:  # nor a NaN
+            shift = float32(0.0)
+        read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
 
-        for k in range(3):
-            sums[k] = float32(0.0)
-        for i in range(values):
-            held[i] = held[i] - shift if inside(i, thread, here) else float32(0.0)
-            small = held[i] * SHRINK
-            sums[0] = ptx.fma(held[i], inverse_columns, sums[0])
-            sums[1] += held[i] * held[i]
-            sums[2] += small * small
-        row_sums(sums, sums_scratch)
-        mean = sums[0]
-        scale = inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
+        count = float32(0.0)
+        total_deviation = float32(0.0)
+        for c in range(chunks):
+            get(held, c, values)
+            if has_residual:
+                put(total, row * total_stride + start, thread, here, c, values)
+            for j in range(width):
+                if inside(c * width + j, thread, here):
+                    if j % alike == 0:
+                        count += float32(alike)
+                    # scaled before they are summed: huge elements may sum to infinity
+                    total_deviation = ptx.fma(values[j] - shift, float32(inverse_values), total_deviation)
+        if has_residual:
+            flush(total, row * total_stride + start, thread, here)
+        mean = total_deviation * (float32(chunks * width) * ptx.rcp(ptx.fmax(count, float32(1.0))))
 
-        for i in range(values):
-            held[i] = (held[i] - mean) * scale
-        write(held, weight, bias, int64(0), y, row * y_stride, thread, here)
+        anew(held)
+        squares = float32(0.0)
+        small_squares = float32(0.0)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                if inside(c * width + j, thread, here):
+                    deviation = values[j] - shift
+                    small = ptx.fma(deviation, SHRINK, -(mean * SHRINK))  # the deviation itself may be infinite
+                    deviation -= mean
+                    squares += deviation * deviation
+                    small_squares += small * small
+        found[0] = count
+        found[1] = mean
+        found[2] = squares
+        found[3] = small_squares
+        entered()
+        merge(found, scratch)
+        mean = found[1]
+        scale = inverse_root(found[2], found[3], float32(0.0), inverse_columns, eps)
+
+        anew(held)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                values[j] = (values[j] - shift - mean) * scale
+            scale_chunk(values, weight, bias, start, thread, here, c)
+            put(y, row * y_stride + start, thread, here, c, values)
+        flush(y, row * y_stride + start, thread, here)
 
     return layer_norm
 
 
-def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual):
+def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual):
     """A block a row, in two walks over tiles of threads·chunks·width columns; rows are longer than a tile."""
     width = vector_width(dtype)
-    values = chunks * width
-    tile = threads * values
+    tile = threads * chunks * width
     inverse_tile = np.float32(1 / tile)
-    read = norm.source(dtype, wide, threads, chunks, has_residual)
-    write = norm.finish(dtype, parameter_dtype, wide, threads, chunks, has_weight, has_bias)
-    access = row_access(dtype, width, wide, threads, chunks)
-    store, inside = access.store, access.inside
+    words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
+    access = row_access(dtype, width, walk, threads, chunks)
+    inside, put, flush = access.inside, access.put, access.flush
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
@@ -120,12 +173,15 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
         part = float32(0.0)
         squares = float32(0.0)
         small_squares = float32(0.0)
-        for i in range(values):
-            deviation = held[i] - shift if inside(i, thread, columns) else float32(0.0)
-            small = deviation * SHRINK
-            part = ptx.fma(deviation, inverse_columns, part)
-            squares += deviation * deviation
-            small_squares += small * small
+        values = cuda.local.array(width, float32)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                deviation = values[j] - shift if inside(c * width + j, thread, columns) else float32(0.0)
+                small = deviation * SHRINK
+                part = ptx.fma(deviation, inverse_columns, part)
+                squares += deviation * deviation
+                small_squares += small * small
         sums[0] += part
         sums[1] += squares
         sums[2] += small_squares
@@ -149,7 +205,8 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
     ):
         shift_scratch = cuda.shared.array(SCRATCH, float32)
         sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
-        held = cuda.local.array(values, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
         sums = cuda.local.array(3, float32)
         thread = uint32(cuda.threadIdx.x)
         row = int64(cuda.blockIdx.x)
@@ -158,8 +215,10 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
 
         read(x, x_row, residual, residual_row, thread, uint32(tile), held)
         shift = float32(0.0)
-        for i in range(values):
-            shift = ptx.fma(held[i], inverse_tile, shift)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                shift = ptx.fma(values[j], inverse_tile, shift)
         shift = row_sum(shift, shift_scratch)
 
         for k in range(3):
@@ -177,20 +236,37 @@ def tiled_layer_norm_kernel(dtype, wide, threads, chunks, parameter_dtype, has_w
             here = uint32(min(columns - start, int64(tile)))
             read(x, x_row + start, residual, residual_row + start, thread, here, held)
             if has_residual:
-                store(total, row * total_stride + start, thread, here, held)
-            for i in range(values):
-                held[i] = (held[i] - shift - mean) * scale
-            write(held, weight, bias, start, y, row * y_stride + start, thread, here)
+                for c in range(chunks):
+                    get(held, c, values)
+                    put(total, row * total_stride + start, thread, here, c, values)
+                flush(total, row * total_stride + start, thread, here)
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    values[j] = (values[j] - shift - mean) * scale
+                scale_chunk(values, weight, bias, start, thread, here, c)
+                put(y, row * y_stride + start, thread, here, c, values)
+            flush(y, row * y_stride + start, thread, here)
 
     return tiled_layer_norm
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, wide, parameter_dtype=None, has_weight=False, has_bias=False, has_residual=False):
-    """rows, columns > 0; wide: whether 16-byte accesses fit (``rows.is_wide``); parameter_dtype: weight's and bias's."""
+def plan(
+    rows,
+    columns,
+    dtype,
+    walk,
+    parameter_dtype=None,
+    has_weight=False,
+    has_bias=False,
+    has_residual=False,
+    clusters=False,
+):
+    """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's."""
     options = (parameter_dtype, has_weight, has_bias, has_residual)
-    most_held = MOST_FLOAT32_WITH_RESIDUAL if has_residual and dtype == np.float32 else None
-    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, wide, options, most_held)
+    arrays = 2 if has_residual else 1
+    return plan_rows(layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
@@ -204,10 +280,18 @@ def run(x, weight, bias, residual, out, total, eps, device, stream):
     weight, bias, and residual with total, may be None. out may be x or residual; total shares memory with nothing else.
     """
     rows, columns = x.shape
-    wide = is_wide(columns, x.dtype, (x, residual, out, total), (weight, bias))
+    walk = choose_walk(columns, x.dtype, (x, residual, out, total), (weight, bias))
     given = weight if weight is not None else bias
     parameter_dtype = None if given is None else given.dtype
     chosen = plan(
-        rows, columns, x.dtype, wide, parameter_dtype, weight is not None, bias is not None, residual is not None
+        rows,
+        columns,
+        x.dtype,
+        walk,
+        parameter_dtype,
+        weight is not None,
+        bias is not None,
+        residual is not None,
+        has_clusters(device),
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, total, eps), device, stream)

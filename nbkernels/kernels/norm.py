@@ -1,8 +1,8 @@
 """What layer_norm and rms_norm share around their statistics.
 
-    load        x [+ residual]  ->  held       float32: the statistics are those of the unrounded sum
+    load        x [+ residual]  ->  held       the statistics are those of the unrounded sum, in float32
     (the statistics and the normalised values: each file's own)
-    finish      held · weight + bias  ->  out
+    finish      value · weight + bias  ->  out
 
 A row in registers is read once; a longer one twice, tile by tile, the second time mostly from L2.
 
@@ -11,107 +11,110 @@ reach 3e38) the second still holds, and where the second underflows the first is
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-from numba import cuda, float32
+from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import row_access
+from nbkernels.kernels.rows import SHRINK, anew_words, row_access
 
-# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
-SHRINK = np.float32(2.0**-80)
 LARGEST = np.finfo(np.float32).max
-REGISTERS = 65536  # of a multiprocessor, the most a block can have
 
 
-def _has_room(wide, threads, values):
-    """Whether a block's registers hold a second array of ``values`` a thread beside the row, so that its loads go out at once.
+class Source(NamedTuple):
+    """The rows x + residual as their kernels read them: ``rows.Access``'s functions of two arrays at once."""
 
-    Where not, an array is taken chunk by chunk. The strided walk needs the registers for its addresses and conditions.
+    words: int
+    read: object
+    get: object
+    anew: object
+
+
+@cache
+def source(dtype, walk, threads, chunks, has_residual, rows_per_block=1):
+    """Source of x [+ residual] in float32.
+
+    read(x, x_start, residual, residual_start, thread, columns, held): both arrays' parts of a thread, on their way together.
+    get(held, c, values): values[:width] = chunk c of the sum. Narrow elements are held apart, since two of them are no
+    larger than their sum.
     """
-    return wide and threads * values <= REGISTERS // 4
-
-
-@cache
-def source(dtype, wide, threads, chunks, has_residual):
-    """read(x, x_start, residual, residual_start, thread, columns, held): held[:] = x + residual, in float32."""
     width = vector_width(dtype)
-    values = chunks * width
-    rows = row_access(dtype, width, wide, threads, chunks)
-    load, load_chunk = rows.load, rows.load_chunk
-    at_once = _has_room(wide, threads, values)
+    first = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     if not has_residual:
+        begin, load = first.begin, first.load
 
         @cuda.jit(device=True, inline="always")
         def read(x, x_start, residual, residual_start, thread, columns, held):
+            begin(x, x_start, thread, columns)
             load(x, x_start, thread, columns, held)
 
-    elif at_once:
+        return Source(first.words, read, first.get, first.anew)
+    second = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block, slot=1)
+    words = first.words
+    begin, load, get_one = first.begin, first.load, first.get
+    begin_other, load_other = second.begin, second.load
+    apart = dtype.itemsize == 2
 
-        @cuda.jit(device=True, inline="always")
-        def read(x, x_start, residual, residual_start, thread, columns, held):
-            other = cuda.local.array(values, float32)
-            load(x, x_start, thread, columns, held)
-            load(residual, residual_start, thread, columns, other)
-            for i in range(values):
-                held[i] += other[i]
+    @cuda.jit(device=True, inline="always")
+    def read(x, x_start, residual, residual_start, thread, columns, held):
+        other = cuda.local.array(words, uint32)
+        begin(x, x_start, thread, columns)
+        begin_other(residual, residual_start, thread, columns)
+        load(x, x_start, thread, columns, held)
+        load_other(residual, residual_start, thread, columns, other)
+        for i in range(words):
+            if apart:
+                held[words + i] = other[i]
+            else:
+                held[i] = ptx.bits_from_float(ptx.float_from_bits(held[i]) + ptx.float_from_bits(other[i]))
 
-    else:
+    if not apart:
+        return Source(words, read, get_one, first.anew)
 
-        @cuda.jit(device=True, inline="always")
-        def read(x, x_start, residual, residual_start, thread, columns, held):
-            other = cuda.local.array(values, float32)
-            for c in range(chunks):
-                load_chunk(x, x_start, thread, columns, held, c)
-                load_chunk(residual, residual_start, thread, columns, other, c)
-                for j in range(width):
-                    held[c * width + j] += other[c * width + j]
+    @cuda.jit(device=True, inline="always")
+    def get_sum(held, c, values):
+        other = cuda.local.array(width, float32)
+        get_one(held, c, values)
+        get_one(held, c + chunks, other)
+        for j in range(width):
+            values[j] += other[j]
 
-    return read
+    return Source(2 * words, read, get_sum, anew_words(2 * words))
 
 
 @cache
-def finish(dtype, parameter_dtype, wide, threads, chunks, has_weight, has_bias):
-    """write(held, weight, bias, first, y, y_start, thread, columns): y = held · weight + bias, those from column ``first`` on."""
+def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias):
+    """scale_chunk(values, weight, bias, first, thread, columns, c): values = values · weight + bias, of chunk c.
+
+    first: the column at which the row or tile begins.
+    """
     width = vector_width(dtype)
-    values = chunks * width
-    rows = row_access(dtype, width, wide, threads, chunks)
-    parameters = row_access(parameter_dtype or dtype, width, wide, threads, chunks, cached=True)
-    store, store_chunk = rows.store, rows.store_chunk
-    load, load_chunk = parameters.load, parameters.load_chunk
-    if _has_room(wide, threads, values):
+    one = row_access(parameter_dtype or dtype, width, "wide" if walk == "wide" else "strided", threads, 1, cached=True)
+    words, load, get = one.words, one.load, one.get
+    chunk_columns = threads * width
 
-        @cuda.jit(device=True, inline="always")
-        def write(held, weight, bias, first, y, y_start, thread, columns):
-            operand = cuda.local.array(values, float32)
-            if has_weight:
-                load(weight, first, thread, columns, operand)
-                for i in range(values):
-                    held[i] *= operand[i]
-            if has_bias:
-                load(bias, first, thread, columns, operand)
-                for i in range(values):
-                    held[i] += operand[i]
-            store(y, y_start, thread, columns, held)
+    @cuda.jit(device=True, inline="always")
+    def scale_chunk(values, weight, bias, first, thread, columns, c):
+        raw = cuda.local.array(words, uint32)
+        operand = cuda.local.array(width, float32)
+        # what is left of the row from the chunk on: a chunk by itself is one of a row that begins there
+        here = uint32(0)
+        if uint32(c * chunk_columns) < columns:
+            here = uint32(columns - uint32(c * chunk_columns))
+        if has_weight:
+            load(weight, first + int64(c * chunk_columns), thread, here, raw)
+            get(raw, 0, operand)
+            for j in range(width):
+                values[j] *= operand[j]
+        if has_bias:
+            load(bias, first + int64(c * chunk_columns), thread, here, raw)
+            get(raw, 0, operand)
+            for j in range(width):
+                values[j] += operand[j]
 
-    else:
-
-        @cuda.jit(device=True, inline="always")
-        def write(held, weight, bias, first, y, y_start, thread, columns):
-            operand = cuda.local.array(values, float32)
-            for c in range(chunks):
-                if has_weight:
-                    load_chunk(weight, first, thread, columns, operand, c)
-                    for j in range(width):
-                        held[c * width + j] *= operand[c * width + j]
-                if has_bias:
-                    load_chunk(bias, first, thread, columns, operand, c)
-                    for j in range(width):
-                        held[c * width + j] += operand[c * width + j]
-                store_chunk(y, y_start, thread, columns, held, c)
-
-    return write
+    return scale_chunk
 
 
 @cuda.jit(device=True, inline="always")

@@ -1,43 +1,60 @@
 """How a kernel walks rows: which thread holds which columns, in registers, and how the threads of a row reduce.
 
 A row of ``columns`` elements belongs to a group of ``threads`` threads (a power of two): part of a warp, a warp, or a whole
-block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth) as float32 registers. Two walks:
+block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth). Three walks:
 
     wide      chunk c of thread t is columns (c·threads + t)·width and the width - 1 after it: one 16-byte access each
 
         row:  |t0 c0 ......|t1 c0 ......| ... |tN c0 ......|t0 c1 ......|t1 c1 ......| ...
 
-    strided   register i of thread t is column i·threads + t: single elements, for rows that do not start at 16-byte
-              addresses or whose length is no multiple of width; neighbouring threads still read neighbouring elements
+    strided   register i of thread t is a word's worth of columns from (i·threads + t)·(elements a word) on, read one by one,
+              for rows that do not start at 16-byte addresses or whose length is no multiple of width
 
         row:  |t0 r0|t1 r0| ... |tN r0|t0 r1|t1 r1| ... |tN r1| ...
 
-The walk is chosen by the row's length and the alignment, never by the number of rows: a row gives the same bits in any batch.
+    staged    the same columns, by way of shared memory: what lies between 16-byte addresses travels in 16-byte pieces, the
+              elements before and behind them alone
+
+        memory:  |.. head|piece|piece| ... |piece|tail ..|  <->  shared memory at the same distance from such an address
+
+The walk is chosen by the row's length and the alignment, never by the number of rows, and strided and staged sum alike: a row
+gives the same bits in any batch. 16-bit elements are held as they are in memory, two to a register, and widened whenever they
+are used: widening is cheap, and registers are what bounds the bytes on their way.
 ``columns`` is an argument of the kernels; only the number of chunks is compiled in, so that few kernels serve all lengths.
 """
 
+import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from numba import cuda, float32, int64, uint32
+import numpy as np
+from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import access, conversions, vector_width
+from nbkernels.kernels.elements import conversions, vector_width
+from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
+from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
 
+# The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
+SHRINK = np.float32(2.0**-80)
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
-# Registers a thread may spend on its part of a row: with 1024 threads there are 64 in all.
-HELD = 32
+# Chunks a thread holds of one array, and at most: with 1024 threads there are 64 registers.
+CHUNKS = 4
+MOST_CHUNKS = 8
 # A block's threads where a row takes a warp or less: small, so that many blocks share a multiprocessor and none waits long.
 SHORT_BLOCK = 128
-# The most threads a row gets. The strided walk has a condition for every register and needs more than the 64 that go with 1024.
+# The most threads a row gets. Single elements have a condition each and need more than the 64 registers that go with 1024.
 LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
-# Registers a thread holds of a tile of a longer row: half of HELD leaves room for two blocks on a multiprocessor.
-TILE_HELD = 16
+# 16-byte pieces of a row beyond which blocks share it, and the most that do.
+SHARED_PIECES = 2048
+MOST_BLOCKS = 8
 # Below four threads a row there would be more rows in a warp than a memory transaction has use for.
 FEWEST_THREADS = 4
+# From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
+STAGED_COLUMNS = 256
 
 
 def _power_of_two(n):
@@ -45,62 +62,111 @@ def _power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
-def _longest(wide):
-    return LONGEST_WIDE if wide else LONGEST_STRIDED
-
-
 @lru_cache(maxsize=4096)
-def split(columns, dtype, wide):
-    """(threads, chunks) that hold a row in registers, or None where it is too long for a block's registers.
+def split(columns, dtype, walk, arrays=1, clusters=False):
+    """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
-    Rows of up to 1024 elements take a warp or a part of one, longer ones a block of the fewest threads.
+    clusters: whether blocks can share a row. As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a
+    thread, so that many are on their way, long ones more, so that few threads reduce; what a row leaves unused of them counts
+    most. Beyond SHARED_PIECES a row goes to a cluster, so that a multiprocessor has parts of several rows.
     """
-    width = vector_width(dtype)
-    pieces = -(-columns // width)
-    most_chunks = HELD // width
-    threads = max(FEWEST_THREADS, min(_power_of_two(pieces), ptx.WARP), _power_of_two(-(-pieces // most_chunks)))
-    if threads > _longest(wide):
-        return None
-    return threads, -(-pieces // threads)
+    pieces = -(-columns // vector_width(dtype))
+    cluster = 1
+    while clusters and cluster < MOST_BLOCKS and pieces > SHARED_PIECES * cluster:
+        cluster *= 2
+    pieces = -(-pieces // cluster)
+    short, few, more = (128, 2, 4) if arrays == 1 else (256, 1, 3)
+    wanted = few if pieces <= short else more
+
+    def loss(part):
+        threads, chunks, _ = part
+        unused = math.sqrt(threads * chunks / pieces)
+        return unused * (1 + 0.02 * abs(math.log2(chunks / wanted)) + 0.1 * max(chunks - 4, 0)), threads
+
+    threads = FEWEST_THREADS if walk != "staged" else 2 * FEWEST_THREADS
+    parts = []
+    while threads <= (LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED):
+        chunks = -(-pieces // threads)
+        # 1024 threads have 64 registers each, which widened elements and layer_norm's sums need
+        most = MOST_CHUNKS if threads < LONGEST_WIDE else MOST_CHUNKS - 1 if dtype.itemsize == 4 else CHUNKS
+        if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
+            parts.append((threads, chunks, cluster))
+        threads *= 2
+    return min(parts, key=loss) if parts else None
 
 
-def plan_rows(held, tiled, rows, columns, dtype, wide, options=(), most_held=None):
-    """The Plan of an operation over rows: factory ``held`` where a row fits into registers, else ``tiled``.
+def resident(threads, words, walk):
+    """Blocks of so many threads, of ``words`` registers that hold rows, that a multiprocessor holds at least."""
+    kept = 512 if words > 16 else 1024 if walk == "wide" else 768  # threads; single elements have a condition each
+    return max(1, kept // threads)
 
-    most_held: the most columns that are held, where that is fewer than ``split`` allows.
 
-    held gets the constants (dtype, wide, threads, chunks, rows a block, *options), tiled (dtype, wide, threads, chunks, *options)
-    with those of a tile; both launch with the same arguments.
+def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False):
+    """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
+
+    held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
+    walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
     """
-    part = split(columns, dtype, wide)
-    if part is None or (most_held is not None and columns > most_held):
-        threads, chunks = _longest(wide), TILE_HELD // vector_width(dtype)
-        return Plan(tiled, (dtype, wide, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1))
-    threads, chunks = part
-    rows_per_block = SHORT_BLOCK // threads if threads <= ptx.WARP else 1
-    constants = (dtype, wide, threads, chunks, rows_per_block, *options)
-    return Plan(held, constants, (-(-rows // rows_per_block), 1, 1), (threads * rows_per_block, 1, 1))
+    part = split(columns, dtype, walk, arrays, clusters)
+    if part is None:
+        threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
+        shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
+        return Plan(tiled, (dtype, walk, threads, chunks, *options), (rows, 1, 1), (threads, 1, 1), shared)
+    threads, chunks, cluster = part
+    rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
+    block = threads * rows_per_block
+    constants = (
+        dtype,
+        walk,
+        threads,
+        chunks,
+        rows_per_block,
+        resident(block, 4 * chunks * arrays, walk),
+        cluster,
+        *options,
+    )
+    shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
+    return Plan(held, constants, (-(-rows // rows_per_block) * cluster, 1, 1), (block, 1, 1), shared)
 
 
-def is_wide(columns, dtype, arrays, vectors=()):
-    """True where 16-byte accesses fit: arrays [rows, columns] and vectors [columns], either None, all start at such addresses.
+def has_clusters(device):
+    """Whether the blocks of a Device can share a row: from compute capability 9.0 on."""
+    return parse_arch(device.arch)[0] >= 9
+
+
+def choose_walk(columns, dtype, arrays, vectors=()):
+    """The walk of a call: "wide" where arrays [rows, columns] and vectors [columns], either None, start at 16-byte addresses.
 
     A single row is held to its stride too, so that it is walked as it would be among others.
     """
     width = vector_width(dtype)
-    if columns % width:
-        return False
-    return all(x is None or (x.pointer % 16 == 0 and x.strides[0] % width == 0) for x in arrays) and all(
-        v is None or v.pointer % 16 == 0 for v in vectors
+    fits = columns % width == 0 and all(
+        x is None or (x.pointer % 16 == 0 and x.strides[0] % width == 0) for x in arrays
     )
+    if fits and all(v is None or v.pointer % 16 == 0 for v in vectors):
+        return "wide"
+    return "staged" if columns >= STAGED_COLUMNS else "strided"
 
 
 @cache
-def place(threads, rows_per_block):
-    """locate(rows, columns) -> (row, thread of the row, columns): columns is 0 for the rows a last block has too many.
+def place(threads, rows_per_block, cluster, width):
+    """locate(rows, columns) -> (row, thread of the row, first column, columns) of the thread's block.
 
-    Such rows load and store nothing, but their threads take part in shuffles and barriers.
+    A cluster of blocks shares a row: each takes an equal part of it, in units of ``width`` columns. columns is 0 for the rows a
+    last block has too many: such rows load and store nothing, but their threads take part in shuffles and barriers.
     """
+    if cluster > 1:
+
+        @cuda.jit(device=True, inline="always")
+        def locate(rows, columns):
+            share = uint32(
+                uint32(uint32(columns + uint32(cluster * width - 1)) // uint32(cluster * width)) * uint32(width)
+            )
+            first = min(uint32(cluster_rank() * share), columns)
+            here = min(uint32(columns - first), share)
+            return int64(uint32(cuda.blockIdx.x) // uint32(cluster)), uint32(cuda.threadIdx.x), first, here
+
+        return locate
 
     @cuda.jit(device=True, inline="always")
     def locate(rows, columns):
@@ -109,55 +175,96 @@ def place(threads, rows_per_block):
         here = columns
         if row >= rows:
             here = uint32(0)
-        return row, uint32(index % uint32(threads)), here
+        return row, uint32(index % uint32(threads)), uint32(0), here
 
     return locate
 
 
-class Access(NamedTuple):
-    """Between a row in memory and a thread's registers. held is a local array of chunks·width float32.
+@cache
+def entrance(cluster):
+    """(enter, entered): ``enter()`` at a kernel's start, ``entered()`` before its first reduction.
 
-    load(pointer, start, thread, columns, held): held[:] = the thread's part of the row that begins at element ``start`` (int64);
-        zeros past ``columns`` (uint32)
-    store(pointer, start, thread, columns, held): the reverse, rounding; nothing past ``columns``
-    load_chunk, store_chunk: the same with a last argument c, for the registers c·width to (c + 1)·width alone
-    inside(i, thread, columns): whether register i is an element of the row
+    No block writes to another's shared memory before that one runs.
+    """
+    if cluster > 1:
+        return cluster_arrive, cluster_wait
+
+    @cuda.jit(device=True, inline="always")
+    def nothing():
+        pass
+
+    return nothing, nothing
+
+
+class Access(NamedTuple):
+    """Between a row in memory and a thread's registers; held is a local array of ``words`` uint32.
+
+    Of a row that begins at element ``start`` (int64) and has ``columns`` (uint32):
+
+    begin(pointer, start, thread, columns): send for the thread's part, where that can be done ahead
+    load(pointer, start, thread, columns, held): held[:] = the thread's part; zeros past ``columns``. After ``begin``
+    get(held, c, values): values[:width] = chunk c in float32
+    anew(held): what ``get`` widened is forgotten, so that it takes no registers over a reduction
+    inside(i, thread, columns): whether element i of the thread's chunks · width is one of the row
+    put(pointer, start, thread, columns, c, values): the row's chunk c = values[:width], rounded; nothing past ``columns``
+    flush(pointer, start, thread, columns): after the last ``put`` of a row
     """
 
+    words: int
+    begin: object
     load: object
-    store: object
-    load_chunk: object
-    store_chunk: object
+    get: object
+    anew: object
     inside: object
+    put: object
+    flush: object
 
 
 @cache
-def row_access(dtype, width, wide, threads, chunks, *, cached=False):
-    """The Access to rows of dtype by one of the two walks.
+def row_access(dtype, width, walk, threads, chunks, *, rows_per_block=1, slot=0, cached=False):
+    """The Access to rows of dtype by one of the walks.
 
     width: elements a chunk, those of a 16-byte access to the row; dtype may be a wider one (float32 weights of a 16-bit row).
-    cached keeps what is loaded in L1.
+    slot: staged rows of a kernel that are on their way at once have different ones. cached keeps what is loaded in L1.
     """
-    load_chunk, store_chunk, inside = (_wide if wide else _strided)(dtype, width, threads, cached)
+    if walk == "wide":
+        return _wide(dtype, width, threads, chunks, cached)
+    if walk == "staged":
+        return _staged(dtype, width, threads, chunks, rows_per_block, slot)
+    return _strided(dtype, width, threads, chunks)
+
+
+@cache
+def anew_words(count):
+    """anew(held) of so many registers of narrow elements."""
+    held_again = ptx.hold(count, "r")
 
     @cuda.jit(device=True, inline="always")
-    def load(pointer, start, thread, columns, held):
-        for c in range(chunks):
-            load_chunk(pointer, start, thread, columns, held, c)
+    def anew(held):
+        held_again(held, 0)
 
-    @cuda.jit(device=True, inline="always")
-    def store(pointer, start, thread, columns, held):
-        for c in range(chunks):
-            store_chunk(pointer, start, thread, columns, held, c)
-
-    return Access(load, store, load_chunk, store_chunk, inside)
+    return anew
 
 
-def _wide(dtype, width, threads, cached):
-    part = min(width, vector_width(dtype))
+@cuda.jit(device=True, inline="always")
+def _as_they_are(held):
+    pass
+
+
+@cuda.jit(device=True, inline="always")
+def _nothing(pointer, start, thread, columns):
+    pass
+
+
+def _wide(dtype, width, threads, chunks, cached):
+    part = vector_width(dtype)
     parts = width // part
-    read, write = access(dtype, part, cached)
-    piece = _piece(part)
+    words = 4 * parts  # a chunk's
+    read = ptx.ld_global_v4 if cached else ptx.ld_global_stream_v4
+    narrow = dtype.itemsize == 2
+    bfloat16 = str(dtype) == "bfloat16"
+    unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
+    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
@@ -165,143 +272,427 @@ def _wide(dtype, width, threads, cached):
         return uint32((uint32(i // width) * uint32(threads) + thread) * uint32(width)) < columns
 
     @cuda.jit(device=True, inline="always")
-    def load_chunk(pointer, start, thread, columns, held, c):
+    def load(pointer, start, thread, columns, held):
         own = start + int64(uint32(thread * uint32(width)))
-        if inside(c * width, thread, columns):
-            for p in range(parts):
-                loaded = read(pointer, own + int64(c * threads * width + p * part))
-                for j in range(part):
-                    held[c * width + p * part + j] = loaded[j]
-        else:
-            for j in range(width):
-                held[c * width + j] = float32(0.0)
+        for c in range(chunks):
+            if inside(c * width, thread, columns):
+                for p in range(parts):
+                    loaded = read(ptx.address(pointer, own + int64(c * threads * width + p * part)))
+                    for j in range(4):
+                        held[c * words + 4 * p + j] = loaded[j]
+            else:
+                for j in range(words):
+                    held[c * words + j] = uint32(0)
 
-    @cuda.jit(device=True, inline="always")
-    def store_chunk(pointer, start, thread, columns, held, c):
-        own = start + int64(uint32(thread * uint32(width)))
-        if inside(c * width, thread, columns):
-            for p in range(parts):
-                write(pointer, own + int64(c * threads * width + p * part), piece(held, c * width + p * part))
+    if narrow:
 
-    return load_chunk, store_chunk, inside
+        @cuda.jit(device=True, inline="always")
+        def get(held, c, values):
+            for j in range(words):
+                pair = unpack(held[c * words + j])
+                values[2 * j] = pair[0]
+                values[2 * j + 1] = pair[1]
+
+        @cuda.jit(device=True, inline="always")
+        def put(pointer, start, thread, columns, c, values):
+            if inside(c * width, thread, columns):
+                own = start + int64(uint32(thread * uint32(width))) + int64(c * threads * width)
+                ptx.st_global_v4(
+                    ptx.address(pointer, own),
+                    pack(values[0], values[1]),
+                    pack(values[2], values[3]),
+                    pack(values[4], values[5]),
+                    pack(values[6], values[7]),
+                )
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def get(held, c, values):
+            for j in range(words):
+                values[j] = ptx.float_from_bits(held[c * words + j])
+
+        @cuda.jit(device=True, inline="always")
+        def put(pointer, start, thread, columns, c, values):
+            if inside(c * width, thread, columns):
+                own = start + int64(uint32(thread * uint32(width))) + int64(c * threads * width)
+                ptx.st_global_v4_f32(ptx.address(pointer, own), values[0], values[1], values[2], values[3])
+
+    anew = anew_words(chunks * words) if narrow else _as_they_are
+    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
 
 
-def _strided(dtype, width, threads, cached):
-    # single elements go through L1 whether cached or not: neighbouring rows and registers share sectors
-    from_storage, to_storage = conversions(dtype)
+def _words(dtype, width, threads, chunks):
+    """(words a chunk, elements a word, get, anew, inside) of the walks that take a word's columns at a time.
+
+    The columns are those of a row whose 16 bytes have ``width`` elements, also where dtype is a wider one.
+    """
+    elements = 2 if dtype.itemsize == 2 else 1
+    words = width // elements
+    row_elements = width // 4  # of a word of the row
+    unpack = ptx.floats_from_bf16x2 if str(dtype) == "bfloat16" else ptx.floats_from_f16x2
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
-        return uint32(uint32(i) * uint32(threads) + thread) < columns
+        word = uint32(uint32(i // row_elements) * uint32(threads) + thread)
+        return uint32(uint32(word * uint32(row_elements)) + uint32(i % row_elements)) < columns
 
-    @cuda.jit(device=True, inline="always")
-    def load_chunk(pointer, start, thread, columns, held, c):
-        own = start + int64(thread)
-        for j in range(width):
-            i = c * width + j
-            held[i] = float32(0.0)
-            if inside(i, thread, columns):
-                held[i] = from_storage(pointer[own + int64(i * threads)])
-
-    @cuda.jit(device=True, inline="always")
-    def store_chunk(pointer, start, thread, columns, held, c):
-        own = start + int64(thread)
-        for j in range(width):
-            i = c * width + j
-            if inside(i, thread, columns):
-                pointer[own + int64(i * threads)] = to_storage(held[i])
-
-    return load_chunk, store_chunk, inside
-
-
-@cache
-def _piece(part):
-    """piece(held, first): the ``part`` (4 or 8) registers from ``first`` on, as the tuple a wide store takes."""
-    if part == 4:
+    if elements == 1:
 
         @cuda.jit(device=True, inline="always")
-        def piece(held, first):
-            return (held[first], held[first + 1], held[first + 2], held[first + 3])
+        def get(held, c, values):
+            for j in range(width):
+                values[j] = ptx.float_from_bits(held[c * width + j])
+
+        return words, elements, get, _as_they_are, inside
+
+    @cuda.jit(device=True, inline="always")
+    def get(held, c, values):
+        for j in range(words):
+            pair = unpack(held[c * words + j])
+            values[2 * j] = pair[0]
+            values[2 * j + 1] = pair[1]
+
+    return words, elements, get, anew_words(chunks * words), inside
+
+
+def _strided(dtype, width, threads, chunks):
+    # single elements go through L1: neighbouring rows and registers share sectors
+    _, to_storage = conversions(dtype)
+    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+    row_elements = width // 4
+
+    @cuda.jit(device=True, inline="always")
+    def column(i, thread):
+        word = uint32(uint32(i // row_elements) * uint32(threads) + thread)
+        return int64(uint32(word * uint32(row_elements))) + int64(i % row_elements)
+
+    if elements == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, start, thread, columns, held):
+            for i in range(chunks * words):
+                held[i] = uint32(0)
+                if inside(i, thread, columns):
+                    held[i] = ptx.bits_from_float(pointer[start + column(i, thread)])
 
     else:
 
         @cuda.jit(device=True, inline="always")
-        def piece(held, first):
-            return (
-                held[first],
-                held[first + 1],
-                held[first + 2],
-                held[first + 3],
-                held[first + 4],
-                held[first + 5],
-                held[first + 6],
-                held[first + 7],
-            )
+        def load(pointer, start, thread, columns, held):
+            for w in range(chunks * words):
+                held[w] = uint32(0)
+                for h in range(2):
+                    i = 2 * w + h
+                    if inside(i, thread, columns):
+                        bits = uint32(pointer[start + column(i, thread)])
+                        held[w] = uint32(held[w] | uint32(bits << uint32(16 * h)))
 
-    return piece
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
+        for j in range(width):
+            i = c * width + j
+            if inside(i, thread, columns):
+                pointer[start + column(i, thread)] = to_storage(values[j])
+
+    return Access(chunks * words, _nothing, load, get, anew, inside, put, _nothing)
+
+
+def _slot_elements(dtype, threads, chunks):
+    """Elements of shared memory for a row: a piece for the head before it, and one behind for the tail."""
+    return (threads * chunks + 2) * vector_width(dtype)
+
+
+def shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays):
+    """Of the staged walk, for ``arrays`` slots."""
+    return arrays * rows_per_block * _slot_elements(dtype, threads, chunks) * dtype.itemsize if walk == "staged" else 0
+
+
+def _staged(dtype, width, threads, chunks, rows_per_block, slot):
+    itemsize = dtype.itemsize
+    slot_bytes = _slot_elements(dtype, threads, chunks) * itemsize
+    _, to_storage = conversions(dtype)
+    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+    read, write = (ptx.ld_shared_f32, ptx.st_shared_f32) if itemsize == 4 else (ptx.ld_shared_u16, ptx.st_shared_u16)
+    pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
+
+    @cuda.jit(device=True, inline="always")
+    def pieces_at():
+        # where the row's pieces lie in shared memory; its head lies before
+        row = uint32(uint32(cuda.threadIdx.x) // uint32(threads)) + uint32(slot * rows_per_block)
+        return uint32(
+            ptx.shared_address(cuda.shared.array(0, uint32)) + uint32(uint32(row * uint32(slot_bytes)) + uint32(16))
+        )
+
+    @cuda.jit(device=True, inline="always")
+    def head_of(address, columns):
+        # elements before the first 16-byte address
+        return min(uint32(uint32(uint32(0) - uint32(address)) & uint32(15)) // uint32(itemsize), columns)
+
+    @cuda.jit(device=True, inline="always")
+    def own_at(pointer, start, thread, columns):
+        # where the thread's first word lies in shared memory
+        head = uint32(head_of(ptx.address(pointer, start), columns))
+        return uint32(pieces_at() + uint32(thread << uint32(2)) - uint32(head * uint32(itemsize)))
+
+    @cuda.jit(device=True, inline="always")
+    def begin(pointer, start, thread, columns):
+        to = pieces_at()
+        at = ptx.address(pointer, start)
+        head_bytes = uint32(uint32(head_of(at, columns)) * uint32(itemsize))
+        if uint32(thread * uint32(itemsize)) < head_bytes:
+            write(uint32(to - head_bytes + uint32(thread * uint32(itemsize))), pointer[start + int64(thread)])
+        behind = uint32(uint32(columns * uint32(itemsize)) - head_bytes)
+        source = at + uint64(head_bytes)
+        for c in range(chunks):
+            done = uint32(uint32(uint32(c * threads) + thread) << uint32(4))
+            if done < behind:
+                count = min(uint32(behind - done), uint32(16))
+                ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
+        ptx.cp_async_commit()
+
+    if elements == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def take(own, w, thread, columns):
+            word = uint32(0)
+            if inside(w, thread, columns):
+                word = ptx.ld_shared(uint32(own + uint32(4 * w * threads)))
+            return word
+
+        @cuda.jit(device=True, inline="always")
+        def give(own, w, thread, columns, values, j):
+            if inside(w, thread, columns):
+                write(uint32(own + uint32(4 * w * threads)), values[j])
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def take(own, w, thread, columns):
+            # a row may begin in the middle of a word of shared memory; all of its threads then read halves
+            at = uint32(own + uint32(4 * w * threads))
+            word = uint32(0)
+            if inside(2 * w + 1, thread, columns):
+                if uint32(own & uint32(2)) == uint32(0):
+                    word = ptx.ld_shared(at)
+                else:
+                    upper = uint32(ptx.ld_shared_u16(uint32(at + uint32(2))))
+                    word = uint32(uint32(ptx.ld_shared_u16(at)) | uint32(upper << uint32(16)))
+            elif inside(2 * w, thread, columns):
+                word = uint32(ptx.ld_shared_u16(at))
+            return word
+
+        @cuda.jit(device=True, inline="always")
+        def give(own, w, thread, columns, values, j):
+            at = uint32(own + uint32(4 * w * threads))
+            if inside(2 * w + 1, thread, columns):
+                if uint32(own & uint32(2)) == uint32(0):
+                    ptx.st_shared(at, pack(values[j], values[j + 1]))
+                else:
+                    write(at, to_storage(values[j]))
+                    write(uint32(at + uint32(2)), to_storage(values[j + 1]))
+            elif inside(2 * w, thread, columns):
+                write(at, to_storage(values[j]))
+
+    @cuda.jit(device=True, inline="always")
+    def load(pointer, start, thread, columns, held):
+        ptx.cp_async_wait(0)
+        cuda.syncthreads()
+        own = own_at(pointer, start, thread, columns)
+        for w in range(chunks * words):
+            held[w] = take(own, w, thread, columns)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
+        own = own_at(pointer, start, thread, columns)
+        for j in range(words):
+            give(own, c * words + j, thread, columns, values, j * elements)
+
+    @cuda.jit(device=True, inline="always")
+    def flush(pointer, start, thread, columns):
+        cuda.syncthreads()
+        shared = pieces_at()
+        at = ptx.address(pointer, start)
+        head = uint32(head_of(at, columns))
+        head_bytes = uint32(head * uint32(itemsize))
+        if thread < head:
+            pointer[start + int64(thread)] = read(uint32(shared - head_bytes + uint32(thread * uint32(itemsize))))
+        full = uint32(uint32(columns - head) // uint32(width))
+        target = at + uint64(head_bytes)
+        for c in range(chunks):
+            piece = uint32(uint32(c * threads) + thread)
+            if piece < full:
+                done = uint32(piece << uint32(4))
+                w = ptx.ld_shared_v4(uint32(shared + done))
+                ptx.st_global_v4(target + uint64(done), w[0], w[1], w[2], w[3])
+        last = uint32(uint32(full * uint32(width)) + thread)
+        if last < uint32(columns - head):
+            pointer[start + int64(uint32(head + last))] = read(uint32(shared + uint32(last * uint32(itemsize))))
+        cuda.syncthreads()
+
+    return Access(chunks * words, begin, load, get, anew, inside, put, flush)
 
 
 @cache
-def reductions(threads):
+def reductions(threads, cluster=1):
     """(row_sum, row_max): of one float32 a thread over the threads of a row, in each of them, in a fixed order.
 
-    Each takes (x, scratch); scratch is shared memory of SCRATCH float32, used where a row has more than a warp, and then
-    only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
+    Each takes (x, scratch); scratch is shared memory of SCRATCH · cluster float32, used where a row has more than a warp, and
+    then only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
     """
-    return _reduction(threads, _plus), _reduction(threads, ptx.fmax)
+    return _reduction(threads, cluster, _plus), _reduction(threads, cluster, ptx.fmax)
 
 
-def _reduction(threads, combine):
+def _reduction(threads, cluster, combine):
     lanes = min(threads, ptx.WARP)
-    warps = threads // lanes
+    parts = threads // lanes * cluster
     across_lanes = _butterfly(lanes, combine)
-    if warps == 1:
+    exchange = _exchange(threads // lanes, cluster, 1)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
+    across_parts = _butterfly(fewer, combine)
 
-        @cuda.jit(device=True, inline="always")
-        def reduce(x, scratch):
-            return across_lanes(x)
-
-    else:
-        across_warps = _butterfly(warps, combine)
-
-        @cuda.jit(device=True, inline="always")
-        def reduce(x, scratch):
-            x = across_lanes(x)
-            lane = ptx.lane_id()
-            if lane == uint32(0):
-                scratch[uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x
-            cuda.syncthreads()
-            # the partial results lie in each warp as often as they fit, so that every lane ends with the whole
-            return across_warps(scratch[lane % uint32(warps)])
+    @cuda.jit(device=True, inline="always")
+    def reduce(x, scratch):
+        x = across_lanes(x)
+        if parts > 1:
+            whole = cuda.local.array(1, float32)
+            whole[0] = x
+            exchange(whole, scratch)
+            # the parts lie in each warp as often as they fit, so that every lane ends with the whole
+            lane = uint32(ptx.lane_id() % uint32(fewer))
+            x = scratch[lane]
+            for r in range(1, rounds):
+                x = combine(x, scratch[lane + uint32(r * fewer)])
+            x = across_parts(x)
+        return x
 
     return reduce
 
 
 @cache
-def several_sums(threads, count):
+def _exchange(warps, cluster, count):
+    """exchange(x, scratch): scratch[k · parts + part] = x[k] of every warp of the row; parts are warps, block after block."""
+    parts = warps * cluster
+
+    @cuda.jit(device=True, inline="always")
+    def exchange(x, scratch):
+        lane = ptx.lane_id()
+        warp = uint32(uint32(cuda.threadIdx.x) // uint32(ptx.WARP))
+        if cluster == 1:
+            if lane == uint32(0):
+                for k in range(count):
+                    scratch[uint32(k * parts) + warp] = x[k]
+            cuda.syncthreads()
+        else:
+            # lane r of each warp tells block r
+            if lane < uint32(cluster):
+                part = uint32(uint32(cluster_rank() * uint32(warps)) + warp)
+                to = map_shared(uint32(ptx.shared_address(scratch) + uint32(part << uint32(2))), lane)
+                for k in range(count):
+                    st_cluster_f32(uint32(to + uint32(4 * k * parts)), x[k])
+            cluster_arrive()
+            cluster_wait()
+
+    return exchange
+
+
+@cache
+def several_sums(threads, count, cluster=1):
     """row_sums(x, scratch): x[k] = the sum of x[k] over the threads of a row, for ``count`` registers behind one barrier.
 
-    scratch: count·SCRATCH float32 of shared memory, for this reduction alone.
+    scratch: count · SCRATCH · cluster float32 of shared memory, for this reduction alone.
     """
     lanes = min(threads, ptx.WARP)
-    warps = threads // lanes
+    parts = threads // lanes * cluster
     across_lanes = _butterfly(lanes, _plus)
-    across_warps = _butterfly(warps, _plus)
+    exchange = _exchange(threads // lanes, cluster, count)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
+    across_parts = _butterfly(fewer, _plus)
 
     @cuda.jit(device=True, inline="always")
     def row_sums(x, scratch):
         for k in range(count):
             x[k] = across_lanes(x[k])
-        if warps > 1:
-            lane = ptx.lane_id()
-            if lane == uint32(0):
-                for k in range(count):
-                    scratch[uint32(k * warps) + uint32(cuda.threadIdx.x) // uint32(ptx.WARP)] = x[k]
-            cuda.syncthreads()
+        if parts > 1:
+            exchange(x, scratch)
+            lane = uint32(ptx.lane_id() % uint32(fewer))
             for k in range(count):
-                x[k] = across_warps(scratch[uint32(k * warps) + lane % uint32(warps)])
+                x[k] = scratch[lane + uint32(k * parts)]
+                for r in range(1, rounds):
+                    x[k] += scratch[lane + uint32(k * parts + r * fewer)]
+                x[k] = across_parts(x[k])
 
     return row_sums
+
+
+@cuda.jit(device=True, inline="always")
+def _merge_moments(x, count, mean, squares, small_squares):
+    # both of a pair get the same bits: sums and products of the two commute, and no product melts into a sum
+    inverse = ptx.rcp(ptx.fmax(x[0] + count, float32(1.0)))
+    distance = x[1] - mean
+    weight = x[0] * count * inverse
+    small = ptx.fma(x[1], SHRINK, -(mean * SHRINK))  # the distance itself may be infinite
+    own_part = ptx.fma(x[0] * inverse, x[1], float32(0.0))
+    x[1] = own_part + ptx.fma(count * inverse, mean, float32(0.0))
+    x[2] = ptx.fma(distance * distance, weight, x[2] + squares)
+    x[3] = ptx.fma(small * small, weight, x[3] + small_squares)
+    x[0] = x[0] + count
+
+
+@cache
+def moments(threads, cluster=1):
+    """merge(x, scratch): x = (count, mean, squares of the deviations, those of the deviations · SHRINK), of a thread's elements,
+    becomes that of all elements of the row, in each of its threads and in a fixed order.
+
+    Pairs are merged as in Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample
+    variances". scratch: 4 · SCRATCH · cluster float32 of shared memory, for this reduction alone.
+    """
+    lanes = min(threads, ptx.WARP)
+    parts = threads // lanes * cluster
+    exchange = _exchange(threads // lanes, cluster, 4)
+    fewer = min(parts, ptx.WARP)
+    rounds = parts // fewer
+
+    def butterfly(width):
+        steps = width.bit_length() - 1
+
+        @cuda.jit(device=True, inline="always")
+        def merge(x):
+            for step in range(steps):
+                partner = uint32(width) >> uint32(step + 1)
+                count = ptx.shfl_bfly(x[0], partner)
+                mean = ptx.shfl_bfly(x[1], partner)
+                squares = ptx.shfl_bfly(x[2], partner)
+                small_squares = ptx.shfl_bfly(x[3], partner)
+                _merge_moments(x, count, mean, squares, small_squares)
+
+        return merge
+
+    across_lanes, across_parts = butterfly(lanes), butterfly(fewer)
+
+    @cuda.jit(device=True, inline="always")
+    def merge(x, scratch):
+        across_lanes(x)
+        if parts > 1:
+            exchange(x, scratch)
+            lane = uint32(ptx.lane_id() % uint32(fewer))
+            for k in range(4):
+                x[k] = scratch[lane + uint32(k * parts)]
+            for r in range(1, rounds):
+                at = lane + uint32(r * fewer)
+                _merge_moments(
+                    x,
+                    scratch[at],
+                    scratch[at + uint32(parts)],
+                    scratch[at + uint32(2 * parts)],
+                    scratch[at + uint32(3 * parts)],
+                )
+            across_parts(x)
+
+    return merge
 
 
 @cuda.jit(device=True, inline="always")

@@ -4,10 +4,10 @@
 
 A row in registers, walked as ``rows`` says; x is read once and y written once:
 
-    load        x·sign(slope)  ->  held                    each thread its chunks
-    max         held  ->  top                              over the row
-    exp, sum    2^((held - top)·|slope|)  ->  held, total
-    store       held / total  ->  y
+    load        x  ->  held                                      each thread its chunks, as they lie in memory
+    max         held·sign(slope)  ->  top                        over the row
+    exp, sum    2^((held·sign(slope) - top)·|slope|)  ->  total
+    store       the same power / total  ->  y
 
 The difference is taken of the elements and not of the scores: it is exact for those that matter, however large they are.
 
@@ -26,7 +26,16 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import SCRATCH, is_wide, place, plan_rows, reductions, row_access
+from nbkernels.kernels.rows import (
+    SCRATCH,
+    choose_walk,
+    entrance,
+    has_clusters,
+    place,
+    plan_rows,
+    reductions,
+    row_access,
+)
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
@@ -35,16 +44,21 @@ LOG2E = math.log2(math.e)
 LOWEST = np.finfo(np.float32).min
 
 
-def softmax_kernel(dtype, wide, threads, chunks, rows_per_block):
-    """Rows in registers. threads and chunks are those of one row."""
-    width = vector_width(dtype)
-    values = chunks * width
-    locate = place(threads, rows_per_block)
-    access = row_access(dtype, width, wide, threads, chunks)
-    load, store, inside = access.load, access.store, access.inside
-    row_sum, row_max = reductions(threads)
+def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, cluster):
+    """Rows in registers.
 
-    @kernel(launch_bounds=threads * rows_per_block)
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    scratch_size = SCRATCH * cluster
+    access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
+    words, begin, load, get, anew, inside, put, flush = access
+    row_sum, row_max = reductions(threads, cluster)
+
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def softmax(
         x: ptx.pointer(dtype),
         y: ptx.pointer(dtype),
@@ -54,42 +68,52 @@ def softmax_kernel(dtype, wide, threads, chunks, rows_per_block):
         y_stride: int64,
         slope: float32,
     ):
-        max_scratch = cuda.shared.array(SCRATCH, float32)
-        sum_scratch = cuda.shared.array(SCRATCH, float32)
-        held = cuda.local.array(values, float32)
-        row, thread, here = locate(rows, columns)
+        max_scratch = cuda.shared.array(scratch_size, float32)
+        sum_scratch = cuda.shared.array(scratch_size, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
         sign = float32(-1.0) if slope < float32(0.0) else float32(1.0)
         steepness = slope * sign
-        load(x, row * x_stride, thread, here, held)
+        begin(x, row * x_stride + start, thread, here)
+        load(x, row * x_stride + start, thread, here, held)
 
         top = float32(-np.inf)
-        for i in range(values):
-            held[i] *= sign
-            if inside(i, thread, here):
-                top = ptx.fmax(top, held[i])
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                if inside(c * width + j, thread, here):
+                    top = ptx.fmax(top, values[j] * sign)
+        entered()
         top = row_max(top, max_scratch)
 
+        anew(held)
         total = float32(0.0)
-        for i in range(values):
-            weight = ptx.ex2((held[i] - top) * steepness)
-            held[i] = weight if inside(i, thread, here) else float32(0.0)
-            total += held[i]
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
+                total += weight if inside(c * width + j, thread, here) else float32(0.0)
         inverse = ptx.rcp(row_sum(total, sum_scratch))
 
-        for i in range(values):
-            held[i] *= inverse
-        store(y, row * y_stride, thread, here, held)
+        anew(held)
+        for c in range(chunks):
+            get(held, c, values)
+            for j in range(width):
+                values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness) * inverse
+            put(y, row * y_stride + start, thread, here, c, values)
+        flush(y, row * y_stride + start, thread, here)
 
     return softmax
 
 
-def tiled_softmax_kernel(dtype, wide, threads, chunks):
+def tiled_softmax_kernel(dtype, walk, threads, chunks):
     """A block a row, in two walks over tiles of threads·chunks·width columns."""
     width = vector_width(dtype)
-    values = chunks * width
-    tile = threads * values
-    access = row_access(dtype, width, wide, threads, chunks)
-    load, store, inside = access.load, access.store, access.inside
+    tile = threads * chunks * width
+    words, begin, load, get, anew, inside, put, flush = row_access(dtype, width, walk, threads, chunks)
     row_sum, row_max = reductions(threads)
 
     @kernel(launch_bounds=threads)
@@ -104,7 +128,8 @@ def tiled_softmax_kernel(dtype, wide, threads, chunks):
     ):
         max_scratch = cuda.shared.array(SCRATCH, float32)
         sum_scratch = cuda.shared.array(SCRATCH, float32)
-        held = cuda.local.array(values, float32)
+        held = cuda.local.array(words, uint32)
+        values = cuda.local.array(width, float32)
         thread = uint32(cuda.threadIdx.x)
         x_row = int64(cuda.blockIdx.x) * x_stride
         y_row = int64(cuda.blockIdx.x) * y_stride
@@ -116,16 +141,21 @@ def tiled_softmax_kernel(dtype, wide, threads, chunks):
         total = float32(0.0)
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))
+            begin(x, x_row + start, thread, here)
             load(x, x_row + start, thread, here, held)
             before = top
-            for i in range(values):
-                held[i] *= sign
-                if inside(i, thread, here):
-                    top = ptx.fmax(top, held[i])
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    if inside(c * width + j, thread, here):
+                        top = ptx.fmax(top, values[j] * sign)
+            anew(held)
             part = float32(0.0)
-            for i in range(values):
-                weight = ptx.ex2((held[i] - top) * steepness)
-                part += weight if inside(i, thread, here) else float32(0.0)
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
+                    part += weight if inside(c * width + j, thread, here) else float32(0.0)
             total = total * ptx.ex2((before - top) * steepness) + part
 
         row_top = row_max(top, max_scratch)
@@ -133,18 +163,22 @@ def tiled_softmax_kernel(dtype, wide, threads, chunks):
 
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))
+            begin(x, x_row + start, thread, here)
             load(x, x_row + start, thread, here, held)
-            for i in range(values):
-                held[i] = ptx.ex2((held[i] * sign - row_top) * steepness) * inverse
-            store(y, y_row + start, thread, here, held)
+            for c in range(chunks):
+                get(held, c, values)
+                for j in range(width):
+                    values[j] = ptx.ex2(ptx.fma(values[j], sign, -row_top) * steepness) * inverse
+                put(y, y_row + start, thread, here, c, values)
+            flush(y, y_row + start, thread, here)
 
     return tiled_softmax
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, wide):
-    """rows, columns > 0; wide: whether 16-byte accesses fit (``rows.is_wide``)."""
-    return plan_rows(softmax_kernel, tiled_softmax_kernel, rows, columns, dtype, wide)
+def plan(rows, columns, dtype, walk, clusters=False):
+    """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s."""
+    return plan_rows(softmax_kernel, tiled_softmax_kernel, rows, columns, dtype, walk, clusters=clusters)
 
 
 def cost(rows, columns, dtype):
@@ -155,5 +189,6 @@ def cost(rows, columns, dtype):
 def run(x, out, scale, device, stream):
     """x, out [rows, columns] with contiguous columns; out may be x itself."""
     rows, columns = x.shape
-    chosen = plan(rows, columns, x.dtype, is_wide(columns, x.dtype, (x, out)))
+    walk = choose_walk(columns, x.dtype, (x, out))
+    chosen = plan(rows, columns, x.dtype, walk, has_clusters(device))
     launch(chosen, (x.pointer, out.pointer, rows, columns, x.strides[0], out.strides[0], scale * LOG2E), device, stream)

@@ -25,29 +25,37 @@ from nbkernels.launch.device import OLDEST_ARCH, parse_arch
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel before compilation: the Python function, its parameter types (from its annotations), its block size."""
+    """A kernel before compilation: the function, its parameter types (from its annotations), block size and cluster."""
 
     function: object
     parameters: tuple
     launch_bounds: object
     fastmath: bool
+    cluster: int
 
+
+# every GPU with clusters has those of 8 blocks
+MAX_CLUSTER = 8
+OLDEST_CLUSTER_ARCH = (9, 0)
 
 # Called with a factory's name before a kernel is compiled, which takes seconds: a program that talks to a person may show it.
 announce = None
 
 
-def kernel(*, launch_bounds, fastmath=False):
+def kernel(*, launch_bounds, fastmath=False, cluster=1):
     """Mark a function as a kernel. Its annotations are its parameter types: ``def f(x: pointer(dtype), rows: uint32)``.
 
     launch_bounds: threads a block, or (threads, blocks a multiprocessor). fastmath: contract and approximate float32
-    operations (division, square root); denormals become zero.
+    operations (division, square root); denormals become zero. cluster: how many blocks along x reach each other's shared memory
+    (see ``ptx.cluster``); more than one only from sm_90 on, and the grid's x is a multiple of it.
     """
+    if cluster not in range(1, MAX_CLUSTER + 1):
+        raise ValueError(f"cluster: {cluster!r} blocks, wanted 1 to {MAX_CLUSTER}")
 
     def decorate(function):
         names = inspect.signature(function).parameters
         parameters = tuple(function.__annotations__[name] for name in names)
-        return KernelSource(function, parameters, launch_bounds, fastmath)
+        return KernelSource(function, parameters, launch_bounds, fastmath, cluster)
 
     return decorate
 
@@ -71,6 +79,10 @@ def _translate(factory, constants, arch):
     from numba.cuda.cudadrv import nvrtc, nvvm
 
     lowered = _lowered(factory, constants)
+    if lowered["cluster"] > 1 and parse_arch(arch)[:2] < OLDEST_CLUSTER_ARCH:
+        raise ValueError(
+            f"arch: {arch!r} has no clusters, which {lowered['name']} is made of; they exist from sm_90 on"
+        )
     target = nvrtc.get_arch_option(*parse_arch(arch))
 
     def translate(ir):
@@ -86,7 +98,8 @@ def _translate(factory, constants, arch):
         text = translate(_without_lines(lowered["ir"]))
     # the entry gets the function's own name, in place of a mangled one that holds its types
     name = lowered["name"]
-    return _with_maps_by_value(text.replace(entry_name(text), name), name, lowered["maps"])
+    text = _with_maps_by_value(text.replace(entry_name(text), name), name, lowered["maps"])
+    return _with_cluster(text, name, lowered["cluster"])
 
 
 def _lowered(factory, constants):
@@ -125,7 +138,13 @@ def _lower(factory, constants):
         if collecting:
             gc.enable()
     maps = [number for number, parameter in enumerate(source.parameters) if str(parameter) == "tensor_map"]
-    return {"name": source.function.__name__, "fastmath": source.fastmath, "maps": maps, "ir": ir}
+    return {
+        "name": source.function.__name__,
+        "fastmath": source.fastmath,
+        "maps": maps,
+        "cluster": source.cluster,
+        "ir": ir,
+    }
 
 
 @contextmanager
@@ -190,6 +209,8 @@ def _link(factory, constants, arch):
     from numba.cuda.cudadrv import nvrtc, nvvm
 
     lowered = _lowered(factory, constants)
+    if lowered["cluster"] > 1:
+        raise NotImplementedError(f"{lowered['name']}: clusters are said in PTX, which this way does not meet")
     target = nvrtc.get_arch_option(*parse_arch(arch))
     ir = [_ir_with_maps_by_value(text, lowered["name"], lowered["maps"]) for text in lowered["ir"]]
     options = LinkerOptions(arch=arch, lineinfo=True, link_time_optimization=True)
@@ -232,6 +253,14 @@ def _ir_with_maps_by_value(text, kernel_name, maps):
             text.replace("!nvvm.annotations = !{", "!nvvm.annotations = !{ !9999999,") + f"\n!9999999 = {constants}\n"
         )
     return text.replace(name, f'@"{kernel_name}"')
+
+
+def _with_cluster(text, kernel_name, cluster):
+    """The entry says how many blocks its clusters have, so that a launch need not."""
+    if cluster == 1:
+        return text
+    directives = f".explicitcluster\n.reqnctapercluster {cluster}, 1, 1"
+    return re.sub(rf"(\.entry\s+{kernel_name}\([^)]*\))", rf"\1\n{directives}", text, count=1)
 
 
 def _labels_stand(text):

@@ -175,6 +175,11 @@ def resolve(kind, *, arch=None):
     return CPU
 
 
+def chosen_device():
+    """The Device of the innermost ``device(…)``, or None outside of any."""
+    return _chosen.get()
+
+
 def current():
     """The Device in force: that of the innermost ``device(…)``, else NBKERNELS_DEVICE, else "auto"."""
     chosen = _chosen.get()

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 
 from nbkernels.launch.compile import cubin
 from nbkernels.launch.device import DeviceError
+from nbkernels.launch.replay import note_launch
 from nbkernels.launch.tensor_map import TensorMap
 
 
@@ -123,6 +124,7 @@ def launch(plan, arguments, device, stream=0):
         )
     if int(status[0]) != 0:
         check(status)
+    note_launch(kernel, plan, arguments)
 
 
 _kernels = {}

@@ -14,6 +14,7 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, contiguous_strides, library
 from nbkernels.launch.device import DeviceError, current
 from nbkernels.launch.launcher import check
+from nbkernels.launch.replay import forbid, note_allocation
 
 _stream = ContextVar("nbkernels_stream", default=0)
 
@@ -151,6 +152,7 @@ def empty(shape, dtype, stream=None):
     stream = _stream.get() if stream is None else stream
     arena = _arena.get()
     block = _Block(nbytes, stream) if arena is None else arena.take(nbytes, stream)
+    note_allocation(block.pointer, nbytes)
     return DeviceArray(block.pointer, shape, strides, dtype, block)
 
 
@@ -175,6 +177,7 @@ def fill_bytes(array, value):
         return
     from cuda.bindings import driver
 
+    forbid()
     check(driver.cuMemsetD8Async(array.pointer, value, array.nbytes, _stream.get()))
 
 
@@ -200,6 +203,7 @@ def copy_from_host(destination, array):
         return
     from cuda.bindings import driver
 
+    forbid()
     array = np.ascontiguousarray(array)
     stream = _stream.get()
     check(driver.cuMemcpyHtoDAsync(destination.pointer, array.ctypes.data, array.nbytes, stream))
@@ -217,6 +221,7 @@ def to_host(array):
         return np.empty(array.shape, array.dtype)
     from cuda.bindings import driver
 
+    forbid()
     stream = _stream.get()
     span = 1 + sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True))
     flat = np.empty(span, array.dtype)
@@ -232,6 +237,7 @@ def order(before, after):
     """Let work to come on one stream handle wait for what is on another now; the host does not wait."""
     if before == after:
         return
+    forbid()
     from cuda.bindings import driver
 
     event = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))[0]
@@ -247,6 +253,7 @@ def wait_for(stream):
     """Wait on the host for all work on a stream handle of the GPU."""
     from cuda.bindings import driver
 
+    forbid()
     check(driver.cuStreamSynchronize(stream))
 
 

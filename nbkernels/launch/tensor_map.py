@@ -13,12 +13,13 @@ _MAX_BOX = 256
 
 
 class TensorMap:
-    """An encoded map. data: its 128 bytes; host_address: where they lie, for a launch on the GPU."""
+    """An encoded map. data: its 128 bytes; host_address: where they lie, for a launch on the GPU; address: the array's."""
 
-    __slots__ = ("_buffer", "data", "host_address")
+    __slots__ = ("_buffer", "address", "data", "host_address")
 
-    def __init__(self, data):
+    def __init__(self, data, address):
         self.data = data
+        self.address = address
         self._buffer = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
         self.host_address = -(-ctypes.addressof(self._buffer) // _ALIGNMENT) * _ALIGNMENT
         ctypes.memmove(self.host_address, data, _BYTES)
@@ -55,7 +56,7 @@ def _emulated(pointer, dtype, itemsize, shape, strides, box, swizzle_bytes):
 
     outer = tuple(s * itemsize for s in reversed(strides[:-1]))
     described = Description(pointer, itemsize, tuple(reversed(shape)), outer, tuple(reversed(box)), swizzle_bytes)
-    return TensorMap(encode(described).tobytes())
+    return TensorMap(encode(described).tobytes(), pointer)
 
 
 @lru_cache(maxsize=4096)
@@ -99,4 +100,4 @@ def _encoded(pointer, dtype, itemsize, shape, strides, box, swizzle_bytes):
             f"CUDA refuses a tensor map: shape {shape}, strides {strides} in elements of {itemsize} bytes, box {box}, "
             f"swizzle {swizzle_bytes}: {status.name}"
         )
-    return TensorMap(ctypes.string_at(encoded.getPtr(), _BYTES))
+    return TensorMap(ctypes.string_at(encoded.getPtr(), _BYTES), pointer)

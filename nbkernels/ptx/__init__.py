@@ -51,6 +51,7 @@ from nbkernels.ptx.memory import (
     ld_global_v4_f32,
     ld_shared,
     ld_shared_f32,
+    ld_shared_u16,
     ld_shared_v2,
     ld_shared_v4,
     ld_shared_v4_f32,
@@ -67,10 +68,12 @@ from nbkernels.ptx.memory import (
     st_global_v4_f32,
     st_shared,
     st_shared_f32,
+    st_shared_u16,
     st_shared_v4,
     st_shared_v4_f32,
 )
 from nbkernels.ptx.mma import mma_m16n8k16_bf16, mma_m16n8k16_f16, mma_m16n8k32_s8, mma_update
+from nbkernels.ptx.registers import hold
 from nbkernels.ptx.warp import (
     WARP,
     block_reductions,

@@ -24,7 +24,7 @@ _REGISTER = {
 }
 
 # what an instruction does beside computing its result; it decides what the compiler may move it across
-_EFFECTS = ("none", "reads", "writes", "converges")
+_EFFECTS = ("none", "constant", "reads", "writes", "converges")
 
 
 def instruction(signature, text, *, effect="none", tied=()):
@@ -32,8 +32,10 @@ def instruction(signature, text, *, effect="none", tied=()):
 
     signature: ``result(arguments…)`` in Numba types; a result UniTuple(T, n) is n output registers, ``types.void`` is none.
     text: PTX with $0, $1, … for the results, then the arguments.
-    effect: "none" (a pure function of its registers), "reads" memory, "writes" or orders memory, "converges" (the lanes of
-    a warp, or threads of a block, act together: never moved into or out of a branch).
+    effect: "none" (a pure function of its registers), "constant" (reads memory that nobody writes during the kernel), "reads"
+    memory (kept in order with all that follows: NVVM takes a load that is only marked as reading out of a loop, over the
+    barriers and stores in it), "writes" or orders memory, "converges" (the lanes of a warp, or threads of a block, act
+    together: never moved into or out of a branch).
     tied: indices of arguments that share the register of the result with the same rank in ``tied`` (accumulators).
     """
     assert effect in _EFFECTS
@@ -62,11 +64,12 @@ def instruction(signature, text, *, effect="none", tied=()):
             returned = ir.LiteralStructType(outputs)
         operands = [context.get_value_type(a) for a in signature.args]
         asm = ir.InlineAsm(
-            ir.FunctionType(returned, operands), text, constraints, side_effect=effect in ("writes", "converges")
+            ir.FunctionType(returned, operands), text, constraints, side_effect=effect not in ("none", "constant")
         )
         attributes = {
             "none": ("readnone", "nounwind"),
-            "reads": ("readonly", "nounwind"),
+            "constant": ("readonly", "nounwind"),
+            "reads": ("nounwind",),
             "writes": ("nounwind",),
             "converges": ("convergent", "nounwind"),
         }[effect]

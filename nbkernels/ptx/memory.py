@@ -5,7 +5,7 @@ address divisible by 16.
 """
 
 from llvmlite import ir
-from numba import float32, types, uint32, uint64
+from numba import float32, types, uint16, uint32, uint64
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
@@ -57,7 +57,7 @@ def ld_global_v4(address):
     """Sixteen bytes as four words, through L1 and L2."""
 
 
-@instruction(words4(uint64), "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];", effect="reads")
+@instruction(words4(uint64), "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];", effect="constant")
 def ld_global_nc_v4(address):
     """Sixteen bytes of data that nobody writes during the kernel and that is read once: past L1, L2 told to fetch 128."""
 
@@ -72,7 +72,7 @@ def ld_global_v2(address):
     """Eight bytes as two words."""
 
 
-@instruction(words2(uint64), "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];", effect="reads")
+@instruction(words2(uint64), "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];", effect="constant")
 def ld_global_nc_v2(address):
     """Eight bytes of read-only data that is read once."""
 
@@ -87,7 +87,7 @@ def ld_global(address):
     """Four bytes as a word."""
 
 
-@instruction(uint32(uint64), "ld.global.nc.b32 $0, [$1];", effect="reads")
+@instruction(uint32(uint64), "ld.global.nc.b32 $0, [$1];", effect="constant")
 def ld_global_nc(address):
     """Four bytes of data that nobody writes during the kernel."""
 
@@ -97,7 +97,7 @@ def ld_global_v4_f32(address):
     """Four float32, through L1 and L2."""
 
 
-@instruction(floats4(uint64), "ld.global.nc.L1::no_allocate.L2::128B.v4.f32 {$0, $1, $2, $3}, [$4];", effect="reads")
+@instruction(floats4(uint64), "ld.global.nc.L1::no_allocate.L2::128B.v4.f32 {$0, $1, $2, $3}, [$4];", effect="constant")
 def ld_global_nc_v4_f32(address):
     """Four float32 of read-only data that is read once."""
 
@@ -181,6 +181,16 @@ def st_shared(address, a):
 @instruction(void(uint32, float32), "st.shared.f32 [$0], $1;", effect="writes")
 def st_shared_f32(address, a):
     """One float32 into shared memory."""
+
+
+@instruction(uint16(uint32), "ld.shared.b16 $0, [$1];", effect="reads")
+def ld_shared_u16(address):
+    """Two bytes of shared memory."""
+
+
+@instruction(void(uint32, uint16), "st.shared.b16 [$0], $1;", effect="writes")
+def st_shared_u16(address, a):
+    """Two bytes into shared memory."""
 
 
 # ---- asynchronous copies, global to shared (sm_80 and later) ------------------------------------------------------------

@@ -21,10 +21,22 @@ from functools import cache
 
 from llvmlite import ir
 from numba import cuda, types, uint32, uint64
-from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
 from nbkernels.ptx.asm import instruction
+from nbkernels.ptx.registers import elements, hold, put
+
+__all__ = [
+    "descriptor_address",
+    "descriptor_bits",
+    "fewer_registers",
+    "hold",
+    "more_registers",
+    "wgmma_commit",
+    "wgmma_fence",
+    "wgmma_update",
+    "wgmma_wait",
+]
 
 void = types.void
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "int8": "s8"}
@@ -87,30 +99,6 @@ def descriptor_address(shared):
 
 
 @cache
-def hold(count, kind="f"):
-    """hold(sums, at): values [at, at + count) of a local array are computed before this point, and used after it.
-
-    kind: "f" float32, "r" 32-bit integers.
-    """
-    value = {"f": ir.FloatType(), "r": ir.IntType(32)}[kind]
-    constraints = ",".join([f"={kind}"] * count + [str(n) for n in range(count)] + ["~{memory}"])
-    returned = ir.LiteralStructType([value] * count) if count > 1 else value
-
-    @intrinsic
-    def held(typingctx, sums, at):
-        def emit(context, builder, signature, arguments):
-            targets = _elements(context, builder, signature.args[0], arguments[0], arguments[1], count)
-            asm = ir.InlineAsm(ir.FunctionType(returned, [value] * count), "", constraints, side_effect=True)
-            new = builder.call(asm, [builder.load(t) for t in targets], attrs=("convergent", "nounwind"))
-            _put(builder, new, targets)
-            return context.get_dummy_value()
-
-        return void(sums, types.int64), emit
-
-    return held
-
-
-@cache
 def wgmma_update(name, columns, *, a="shared", a_transposed=False, b_transposed=False):
     """A product m64 × ``columns`` (a multiple of 8 up to 256) × 32 bytes of k, added to a local array in place.
 
@@ -150,11 +138,11 @@ def wgmma_update(name, columns, *, a="shared", a_transposed=False, b_transposed=
     asm_type = ir.FunctionType(ir.LiteralStructType([value] * count), operands)
 
     def multiply(context, builder, array_type, sums, at, a_values, b, accumulate):
-        targets = _elements(context, builder, array_type, sums, at, count)
+        targets = elements(context, builder, array_type, sums, at, count)
         asm = ir.InlineAsm(asm_type, text, ",".join(letters), side_effect=True)
         old = [builder.load(t) for t in targets]
         new = builder.call(asm, [*old, *a_values, b, accumulate], attrs=("convergent", "nounwind"))
-        _put(builder, new, targets)
+        put(builder, new, targets)
         return context.get_dummy_value()
 
     if from_registers:
@@ -163,7 +151,7 @@ def wgmma_update(name, columns, *, a="shared", a_transposed=False, b_transposed=
         def update(typingctx, sums, at, words, words_at, b_descriptor, accumulate):
             def emit(context, builder, signature, arguments):
                 sums, at, words, words_at, b, accumulate = arguments
-                places = _elements(context, builder, signature.args[2], words, words_at, 4)
+                places = elements(context, builder, signature.args[2], words, words_at, 4)
                 values = [builder.load(p) for p in places]
                 return multiply(context, builder, signature.args[0], sums, at, values, b, accumulate)
 
@@ -180,17 +168,3 @@ def wgmma_update(name, columns, *, a="shared", a_transposed=False, b_transposed=
         return void(sums, types.int64, uint64, uint64, uint32), emit
 
     return update
-
-
-def _elements(context, builder, array_type, array, first, count):
-    """The addresses of consecutive elements of a one-dimensional local array."""
-    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
-    return [builder.gep(data, [builder.add(first, ir.IntType(64)(i))]) for i in range(count)]
-
-
-def _put(builder, values, targets):
-    if len(targets) == 1:
-        builder.store(values, targets[0])
-        return
-    for n, target in enumerate(targets):
-        builder.store(builder.extract_value(values, n), target)

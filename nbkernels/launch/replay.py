@@ -1,0 +1,283 @@
+"""Calls on torch tensors that were seen before: no checks, no plan, one launch into kept argument buffers.
+
+The first call with some shapes, strides, dtypes, alignments and options runs in full, and what it launches is noted. A later
+call that is alike in all of these differs in addresses alone: they are written into the kept arguments, new results are
+allocated, and the kernels are launched. What cannot be repeated so (memory of our own was taken, something was read back, an
+argument depends on an address) always runs in full.
+"""
+
+import ctypes
+import functools
+import sys
+import threading
+from contextvars import ContextVar
+from functools import lru_cache
+
+from nbkernels.arrays import Int8Weight
+from nbkernels.launch.device import chosen_device
+from nbkernels.launch.tensor_map import TensorMap
+
+MOST_KEPT = 4096
+_ADDRESSES_FROM = 1 << 32  # smaller integers are sizes and strides
+
+_noting = ContextVar("nbkernels_noting", default=None)
+
+
+class Note:
+    """What one call does.
+
+    launches: (LoadedKernel, Plan, arguments) of each. allocations: address -> bytes of scratch memory that it took. kept: address
+    -> (array that stays, the handle of the stream it belongs to). repeatable: False once something forbade it.
+    """
+
+    def __init__(self):
+        self.launches = []
+        self.allocations = {}
+        self.kept = {}
+        self.repeatable = True
+
+
+def note_launch(kernel, plan, arguments):
+    """A kernel was launched on the GPU."""
+    note = _noting.get()
+    if note is not None:
+        note.launches.append((kernel, plan, arguments))
+
+
+def note_allocation(address, nbytes):
+    """The call in progress took memory of unspecified content, which lasts as long as the call."""
+    note = _noting.get()
+    if note is not None:
+        note.allocations[address] = nbytes
+
+
+def note_kept(array, stream):
+    """The call in progress uses an array that outlives it, and belongs to a stream handle."""
+    note = _noting.get()
+    if note is not None:
+        note.kept[array.pointer] = array, stream
+
+
+def forbid():
+    """The call in progress does what cannot be repeated with other addresses."""
+    note = _noting.get()
+    if note is not None:
+        note.repeatable = False
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of the driver's interface."""
+
+    _fields_ = (
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@lru_cache(maxsize=1)
+def _driver():
+    """(cuLaunchKernelEx, cuTensorMapReplaceAddress), called without a conversion of arguments: they are kept as C values."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
+
+
+class _Launch:
+    """One kernel launch with arguments of its own.
+
+    slots: (place among the arguments, which operand's address it is); maps: (a tensor map, which operand it describes).
+    """
+
+    def __init__(self, kernel, plan, arguments, operands, kept):
+        count = max(len(arguments), 1)
+        self.slots, self.maps = [], []
+        self.kernel = kernel  # it stays loaded while it may be launched
+        self.values = (ctypes.c_uint64 * count)()
+        base = ctypes.addressof(self.values)
+        self.pointers = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
+        floats = (ctypes.c_float * (2 * count)).from_buffer(self.values)
+        for i, argument in enumerate(arguments):
+            if type(argument) is TensorMap:
+                own = TensorMap(argument.data, argument.address)
+                self.pointers[i] = own.host_address
+                self.maps.append((own, ctypes.c_void_p(own.host_address), operands.index(argument.address)))
+                continue
+            if type(argument) is float:
+                floats[2 * i] = argument
+                continue
+            self.values[i] = argument & 0xFFFFFFFFFFFFFFFF
+            if argument >= _ADDRESSES_FROM and argument not in kept:
+                self.slots.append((i, operands.index(argument)))  # ValueError where it is no operand's address
+        self.config = _Config(*plan.grid, *plan.block, plan.shared_bytes)
+        self.call = (
+            ctypes.c_void_p(ctypes.addressof(self.config)),
+            ctypes.c_void_p(int(kernel.handle)),
+            self.pointers,
+            None,
+        )
+
+
+class _Record:
+    """How to repeat a call. results: for each, the operand that is returned, or None and (shape, dtype) of a new tensor."""
+
+    def __init__(self, note, tensors, out, returned):
+        import torch
+
+        self.lock = threading.Lock()
+        self.stream_of = torch._C._cuda_getCurrentRawStream
+        self.device = tensors[0].get_device()
+        self.single = not isinstance(returned, tuple)
+        results = (returned,) if self.single else returned
+        operands = [t.data_ptr() for t in tensors]
+        first = tensors[0]
+        self.results = []  # functions of the operands
+        self.new = []  # functions of the first operand
+        for result in results:
+            if type(result) not in _tensor_types:
+                raise ValueError("a result that is no tensor")
+            at = next((i for i, t in enumerate(tensors) if t is result), None)
+            if at is not None:
+                self.results.append(at)
+                continue
+            self.results.append(len(operands))
+            operands.append(result.data_ptr())
+            if result.shape == first.shape and result.dtype == first.dtype and first.is_contiguous():
+                self.new.append(torch.empty_like)
+            else:
+                make = functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
+                self.new.append(lambda first, make=make: make())
+        for address, nbytes in note.allocations.items():
+            operands.append(address)
+            make = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=first.device)
+            self.new.append(lambda first, make=make: make())
+        self.launches = [_Launch(*launch, operands, note.kept) for launch in note.launches]
+        self.kept = note.kept
+        self.only_stream = next((stream for _, stream in note.kept.values()), None)
+        self.out = next((i for i, t in enumerate(tensors) if t is out), None) if out is not None else None
+        # ``out`` may lie where an operand lies, or apart from it, if it did so in the call that was checked
+        self.beside = []
+        if self.out is not None:
+            spans = [_span(t) for t in tensors]
+            self.beside = [(i, spans[self.out], spans[i]) for i in range(len(tensors)) if i != self.out]
+            self.relations = self._relations(operands)
+
+    def _relations(self, pointers):
+        """Of ``out`` to every other operand: 0 the same address, 1 apart, 2 overlapping."""
+        start = pointers[self.out]
+        found = []
+        for i, span, other in self.beside:
+            distance = pointers[i] - start
+            found.append(0 if distance == 0 else 1 if distance >= span or -distance >= other else 2)
+        return found
+
+    def repeat(self, tensors, pointers):
+        """The results, or NotImplemented where the call must run in full."""
+        if self.beside and self._relations(pointers) != self.relations:
+            return NotImplemented
+        stream = self.stream_of(self.device)
+        if self.only_stream is not None and stream != self.only_stream:
+            return NotImplemented
+        for make in self.new:
+            made = make(tensors[0])
+            tensors.append(made)
+            pointers.append(made.data_ptr())
+        launch_kernel, replace_address = _driver()
+        with self.lock:
+            for launch in self.launches:
+                values = launch.values
+                for slot, operand in launch.slots:
+                    values[slot] = pointers[operand]
+                for _, described, operand in launch.maps:
+                    replace_address(described, ctypes.c_void_p(pointers[operand]))
+                launch.config.stream = stream
+                if launch_kernel(*launch.call):
+                    return NotImplemented  # the full call says what is wrong
+        if self.single:
+            return tensors[self.results[0]]
+        return tuple(tensors[at] for at in self.results)
+
+
+def _span(tensor):
+    """Bytes from the first element's address to behind the last one's."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+_tensor_types = set()  # torch.Tensor once one was seen: torch is never imported here for its own sake
+
+
+def replayed(function):
+    """Let an operation repeat calls on torch tensors. Its arrays are the tensors among its arguments; ``out`` may be one."""
+    records = {}
+
+    @functools.wraps(function)
+    def operation(*args, **kwargs):
+        if not args or type(args[0]) not in _tensor_types:
+            if args and _is_torch_tensor(args[0]):
+                return operation(*args, **kwargs)
+            return function(*args, **kwargs)
+        # all that a call may depend on, save the addresses themselves
+        tensors, pointers, key = [], [], [chosen_device()]
+        for value in args:
+            _describe(value, tensors, pointers, key)
+        for name, value in kwargs.items():
+            key.append(name)
+            _describe(value, tensors, pointers, key)
+        key = tuple(key)
+        try:
+            record = records.get(key)
+        except TypeError:  # an option without a hash is wrong, and the full call says so
+            return function(*args, **kwargs)
+        if record is not None:
+            result = record.repeat(tensors, pointers)
+            if result is not NotImplemented:
+                return result
+            return function(*args, **kwargs)
+        note = Note()
+        token = _noting.set(note)
+        try:
+            returned = function(*args, **kwargs)
+        finally:
+            _noting.reset(token)
+        if note.repeatable and note.launches and kwargs.get("stream") is None and all(t.is_cuda for t in tensors):
+            try:
+                record = _Record(note, tensors, kwargs.get("out"), returned)
+            except ValueError:
+                return returned  # and run in full the next time too
+            if len(records) >= MOST_KEPT:
+                records.clear()
+            records[key] = record
+        return returned
+
+    operation.records = records
+    return operation
+
+
+def _describe(value, tensors, pointers, key):
+    """Enter a value: a tensor by its layout and alignment, another by its type (1, 1.0 and True are equal) and itself."""
+    kind = type(value)
+    if kind in _tensor_types:
+        pointer = value.data_ptr()
+        tensors.append(value)
+        pointers.append(pointer)
+        # the first operand at this address: two that were one array must be one again
+        same = pointers.index(pointer)
+        key += (value.shape, value.stride(), value.dtype, value.get_device(), value.is_neg(), pointer & 15, same)
+    elif kind is Int8Weight:
+        _describe(value.values, tensors, pointers, key)
+        _describe(value.scales, tensors, pointers, key)
+        key.append(value.group_size)
+    else:
+        key += (kind, value)
+
+
+def _is_torch_tensor(value):
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    _tensor_types.update((torch.Tensor, torch.nn.Parameter))
+    return True

@@ -1,0 +1,73 @@
+"""Registers, spills and occupancy of kernels, from the assembler: no GPU is needed."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from nbkernels.kernels import layer_norm, rms_norm, softmax
+from nbkernels.profiling.resources import Resources, find_ptxas, occupancy, resources
+
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+COLUMNS = (128, 576, 1000, 1024, 4096, 8191, 16384, 32768, 131072)
+PLANS = {
+    "softmax": lambda columns, dtype, walk, clusters: softmax.plan(4096, columns, dtype, walk, clusters),
+    "rms_norm": lambda columns, dtype, walk, clusters: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, False, clusters
+    ),
+    "rms_norm, residual": lambda columns, dtype, walk, clusters: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, True, clusters
+    ),
+    "layer_norm": lambda columns, dtype, walk, clusters: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, False, clusters
+    ),
+    "layer_norm, residual": lambda columns, dtype, walk, clusters: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, True, clusters
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def assembler():
+    try:
+        find_ptxas()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("operation", PLANS)
+def test_rows_spill_nothing(operation, dtype, capsys):
+    """The instances that the benchmark's row lengths take, as both architectures; ``pytest -s`` shows the list."""
+    spilling = []
+    for columns in COLUMNS:
+        walk = "staged" if columns % (16 // dtype.itemsize) else "wide"
+        for arch in ("sm_80", "sm_90a"):
+            plan = PLANS[operation](columns, dtype, walk, arch == "sm_90a")
+            used = resources(plan.factory, plan.constants, arch)
+            threads = plan.block[0]
+            blocks, limit = occupancy(used, threads, plan.shared_bytes, arch)
+            print(
+                f"{operation} {dtype} {columns} {arch}: {used.registers} registers, {blocks} blocks of {threads} threads "
+                f"({blocks * threads / 2048:.0%}, limited by {limit})"
+            )
+            assert blocks >= 1
+            if used.spill_bytes or used.stack_bytes:
+                spilling.append((columns, arch, used))
+    assert not spilling
+
+
+def test_occupancy_by_hand():
+    def blocks(registers, threads, shared=0, arch="sm_90a"):
+        return occupancy(Resources(registers, 0, 0, 0, ()), threads, shared, arch)
+
+    assert blocks(32, 1024) == (2, "threads")
+    assert blocks(33, 1024) == (1, "registers")  # 40 with the rounding to 256 a warp
+    assert blocks(32, 32) == (32, "blocks")
+    assert blocks(16, 128, 113 * 1024) == (2, "shared memory")
+    assert blocks(16, 128, 113 * 1024, "sm_80") == (1, "shared memory")
+
+
+def test_a_spill_is_seen():
+    # 1024 threads have 64 registers each, and the row alone takes 64
+    used = resources(softmax.softmax_kernel, (F32, "wide", 1024, 16, 1, 1, 1), "sm_80")
+    assert used.spill_bytes > 0
