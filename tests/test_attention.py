@@ -182,6 +182,12 @@ def test_wgmma_never_sees_keys_beyond_a_length(hopper):
         np.testing.assert_array_equal(alone[0], together[b])
 
 
+def test_wgmma_on_many_short_sequences(hopper):
+    """Items of one tile: their copies, and the zeros behind their lengths, run ahead of the products."""
+    lengths = np.array([90, 50, 128, 1, 70, 99, 3, 60], np.int32)
+    check(*inputs(8, 64, 128, 2, 1, 64, BF16), lengths, causal=True)
+
+
 def test_wgmma_keeps_a_nan_in_its_row(hopper):
     q, k, v = inputs(1, 70, 140, 1, 1, 64, BF16)
     q[0, 3, 0, 5] = np.nan

@@ -315,6 +315,7 @@ def attention_wgmma_kernel(
             for s in range(stages):
                 for full in (k_full, v_full):
                     mbarrier_init(uint32(base + uint32(full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(wiped + 8 * s)), uint32(ptx.WARP))
                 for free in (k_free, v_free):
                     mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
             for s in range(q_stages):
@@ -322,14 +323,13 @@ def attention_wgmma_kernel(
                 mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(1))
                 for g in range(consumers):
                     mbarrier_init(rows_written(base, uint32(s), uint32(g)), uint32(WARPGROUP))
-            mbarrier_init(uint32(base + uint32(wiped)), uint32(ptx.WARP))
             fence_mbarrier_init()
         cuda.syncthreads()
 
         number = uint32(0)  # of tiles before this item, by which the rings turn
         work = uint32(cuda.blockIdx.x)
         turn = uint32(0)  # items before this one, by which the ring of q turns
-        wipe_turn = uint32(0)  # parity
+        wipes = uint32(0)  # parities of a ring of which not every round is used: a bit each
         if group == uint32(consumers):
             fewer_registers(few)
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
@@ -416,7 +416,7 @@ def attention_wgmma_kernel(
                                 ptx.st_shared_v4(uint32(last + uint32(c * kv_box) + at), zero, zero, zero, zero)
                                 at = uint32(at + uint32(16 * ptx.WARP))
                         fence_proxy_async()
-                        mbarrier_arrive(uint32(base + uint32(wiped)))
+                        mbarrier_arrive(ring(base, wiped, number))
                     number = uint32(number + uint32(tiles))
                     work = uint32(work + uint32(cuda.gridDim.x))
             elif t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
@@ -497,8 +497,9 @@ def attention_wgmma_kernel(
                     round_weights(scores, words)
                     mbarrier_wait(ring(base, v_full, number), parity(number))
                     if has_lengths and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
-                        mbarrier_wait(uint32(base + uint32(wiped)), wipe_turn)
-                        wipe_turn = uint32(wipe_turn ^ uint32(1))
+                        slot = uint32(number % uint32(stages))
+                        mbarrier_wait(ring(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
+                        wipes = uint32(wipes ^ uint32(uint32(1) << slot))
                     number = uint32(number + uint32(1))
                     tile = int32(tile - int32(1))
                     while tile >= first_tile:
