@@ -1,4 +1,5 @@
-"""Attention against the float64 reference: prompts (``kernels/attention.py``) and few tokens (``kernels/decode.py``)."""
+"""Attention against the float64 reference: prompts (``kernels/attention.py`` and, on sm_90a, ``kernels/attention_wgmma.py``)
+and few tokens (``kernels/decode.py``)."""
 
 import ml_dtypes
 import numpy as np
@@ -7,8 +8,9 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 
 import nbkernels as nbk
 from nbkernels import reference
-from nbkernels.kernels import attention, decode
-from nbkernels.launch.device import Device
+from nbkernels.kernels import attention, attention_wgmma, decode
+from nbkernels.launch import emulated
+from nbkernels.launch.device import Device, DeviceError, cuda_device
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
@@ -116,10 +118,102 @@ def test_bits_do_not_depend_on_how_many_rows_a_thread_takes(device, dtype, batch
 @pytest.mark.parametrize("head_dim, dtype", [(64, F16), (80, BF16), (128, BF16)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_two_strips_a_warp(head_dim, dtype, options):
-    with nbk.device("emulator", arch="sm_90a") as device:
+    with nbk.device("emulator", arch="sm_90") as device:  # without the a: no wgmma
         chosen, _ = prompt_plan(1, 130, 4, head_dim, dtype, device)
         assert chosen.constants[2] == 2
         check(*inputs(1, 130, 140, 4, 2, head_dim, dtype), **options)
+
+
+# ---- wgmma --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hopper(request):
+    """A device whose prompts wgmma takes; on the emulator the launches are looked at as well."""
+    if request.param == "cuda":
+        try:
+            found = cuda_device()
+        except DeviceError as error:
+            pytest.skip(str(error))
+        if found.arch != "sm_90a":
+            pytest.skip(f"wgmma is an instruction of sm_90a, this GPU is {found.arch}")
+        with nbk.device("cuda") as on:
+            yield on
+    else:
+        with nbk.device("emulator", arch="sm_90a") as on, emulated.observed() as plans:
+            yield on
+        assert {plan.factory for plan in plans} == {attention_wgmma.attention_wgmma_kernel}
+
+
+# one tile of queries, a part of one, more than one; keys that end within a tile, at its end, before the queries
+@pytest.mark.parametrize(
+    "q_len, kv_len, head_dim, dtype, options",
+    [
+        (140, 100, 64, BF16, {"causal": True}),
+        (130, 300, 64, F16, {}),
+        (200, 256, 128, BF16, {"causal": True}),
+        (100, 200, 256, BF16, {"causal": True}),
+        (70, 150, 80, F16, {}),
+        (70, 150, 192, BF16, {"causal": True}),
+        # a window that begins within a tile, is shorter than one, and hides all keys of some blocks' first tiles
+        (140, 420, 64, BF16, {"window": 50}),
+        (70, 90, 64, F16, {"causal": True, "scale": -0.3}),
+        (70, 90, 64, F16, {"causal": True, "scale": 0.0}),
+        # a scale of 2: sums must be scaled on the way
+        (70, 400, 64, BF16, {"scale": 2.0}),
+    ],
+)
+def test_wgmma(hopper, q_len, kv_len, head_dim, dtype, options):
+    check(*inputs(1, q_len, kv_len, 2, 1, head_dim, dtype), **options)
+
+
+def test_wgmma_never_sees_keys_beyond_a_length(hopper):
+    """Among several work items a block, whose rings and turns go on; one sequence has no key."""
+    lengths = np.array([0, 1, 130, 256, 299], np.int32)
+    q, k, v = inputs(5, 70, 300, 2, 2, 64, BF16)
+    for b, n in enumerate(lengths):
+        k[b, n:] = np.nan
+        v[b, n:] = np.nan
+    together = check(q, k, v, lengths, causal=True)
+    assert not together[0].any(), "a sequence without keys gives zeros"
+    for b in (2, 4):
+        one, n = slice(b, b + 1), lengths[b]
+        alone = check(q[one], k[one, : n + 1], v[one, : n + 1], lengths[one], causal=True)
+        np.testing.assert_array_equal(alone[0], together[b])
+
+
+def test_wgmma_on_many_short_sequences(hopper):
+    """Items of one tile: their copies, and the zeros behind their lengths, run ahead of the products."""
+    lengths = np.array([90, 50, 128, 1, 70, 99, 3, 60], np.int32)
+    check(*inputs(8, 64, 128, 2, 1, 64, BF16), lengths, causal=True)
+
+
+def test_wgmma_keeps_a_nan_in_its_row(hopper):
+    q, k, v = inputs(1, 70, 140, 1, 1, 64, BF16)
+    q[0, 3, 0, 5] = np.nan
+    assert np.isnan(check(q, k, v)[0, 3]).all()
+
+
+def test_wgmma_writes_a_view_and_no_more(hopper):
+    """q, k and v are parts of one array; behind the last row, and between the heads, nothing is written."""
+    fused = to_device(random((2, 70, 5, 64), BF16, 3))
+    whole = poisoned((2, 80, 4, 64), BF16)
+    nbk.attention(fused[:, :, :3], fused[:, :, 3:4], fused[:, :, 4:], causal=True, out=whole[:, :70, :3])
+    exact, got = to_host(fused).astype(np.float64), to_host(whole)
+    want = reference.attention(exact[:, :, :3], exact[:, :, 3:4], exact[:, :, 4:], causal=True)
+    assert relative_error(got[:, :70, :3], want) < BOUND[BF16]
+    assert (got[:, 70:].view(np.uint16) == 0xFFFF).all() and (got[:, :, 3].view(np.uint16) == 0xFFFF).all()
+
+
+def test_a_wgmma_plan_fits_the_device():
+    for head_dim in range(32, 257, 8):
+        constants = attention_wgmma.constants_for(BF16, head_dim, False, (True, False, False))
+        chosen, q_tiles, section = attention_wgmma.plan(constants, 8, 1000, 4000, 64, 8, 132)
+        assert chosen.shared_bytes <= 227 * 1024
+        assert chosen.grid[0] <= 132 and section % 8 == 0
+        few, many = attention_wgmma.REGISTERS[constants[4]]
+        assert 128 * (few + constants[4] * many) <= 64 * 1024
+        assert q_tiles * constants[4] * attention_wgmma.ROWS >= 1000
 
 
 @pytest.mark.parametrize("q_len", [2, 20])

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nbkernels.kernels import advance, embedding
+from nbkernels.kernels import advance, attention_wgmma, embedding
 from nbkernels.launch import compile as compiling
 
 FACTORY, CONSTANTS = advance.advance_kernel, ()
@@ -123,3 +125,19 @@ def test_a_kernel_compiles_without_line_information(folder, monkeypatch):
         return [line.strip() for line in text.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
 
     assert instructions(without) == instructions(with_lines)
+
+
+def test_setmaxnreg_counts(folder):
+    """As a part of a program nvJitLink would ignore it; then this kernel's wgmma would lack registers and be serialised."""
+    kernel = attention_wgmma.attention_wgmma_kernel
+    constants = attention_wgmma.constants_for(np.dtype(np.float16), 128, False, (False, False, False))
+    code, name = compiling.cubin(kernel, constants, "sm_90a")
+    assert name == "attention"
+    (folder / "code").write_bytes(code)
+    disassembler = next(Path(find_spec("nvidia").submodule_search_locations[0]).glob("*/bin/nvdisasm"))
+    listing = subprocess.run([disassembler, "-c", folder / "code"], capture_output=True, text=True, check=True).stdout
+    assert "USETMAXREG.DEALLOC" in listing and "USETMAXREG.TRY_ALLOC" in listing
+    assert "STL" not in listing, "a register spills"
+    # one wait behind the first product, two a step, one behind the last
+    assert listing.count("WARPGROUP.DEPBAR") == 4
+    assert listing.count("UTMALDG.4D") >= 3

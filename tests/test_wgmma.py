@@ -232,6 +232,39 @@ def test_boxes_there_and_back(hopper):
     np.testing.assert_array_equal(memory.to_host(target), expected)
 
 
+def late(dtype):
+    """y = x through shared memory; the copy is asked for after its waiter has come."""
+
+    @kernel(launch_bounds=64)
+    def bring(x: tensor_map_type, y: pointer(dtype)):
+        t = uint32(cuda.threadIdx.x)
+        base = (shared_address(cuda.shared.array(0, uint8)) + uint32(1023)) & uint32(0xFFFFFC00)
+        box, full, go = base + uint32(1024), base, base + uint32(8)
+        if t == uint32(0):
+            mbarrier_init(full, uint32(1))
+            mbarrier_init(go, uint32(32))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t < uint32(32):
+            mbarrier_arrive(go)
+            mbarrier_wait(full, uint32(0))
+            y[t] = ld_shared(box + t * uint32(4))
+        elif t == uint32(32):
+            mbarrier_wait(go, uint32(0))
+            mbarrier_expect(full, uint32(128))
+            tensor_load_2d(box, tensor_map_address(x), uint32(0), uint32(0), full)
+
+    return bring
+
+
+def test_a_copy_that_is_waited_for_before_it_is_asked_for(hopper):
+    x = np.arange(32, dtype=np.int32)[None]
+    source, y = memory.to_device(x), memory.empty((32,), np.dtype(np.int32))
+    plan = Plan(late, ("int32",), (1, 1, 1), (64, 1, 1), 2048 + 128)
+    launch(plan, (tensor_map(source, (1, 32)), y.pointer), current())
+    np.testing.assert_array_equal(memory.to_host(y), x[0])
+
+
 def test_what_no_map_describes(hopper):
     x = memory.to_device(np.zeros((8, 100), np.float16))
     assert not describes(x)  # rows of 200 bytes

@@ -275,7 +275,7 @@ def bind_bulk(m, i):
             moves, size = moves_of(int(lane))
             _check_moves(m, i, int(lane), moves, to_shared)
             barrier_at(m, i, lane, address).copies.append(BulkCopy(i, int(lane), moves, size))
-            # who waits already brings the copy
+            # who waits already looks again, and lands the copy
             for number, waiting in m.parked.pop((int(m.lane_block[lane]), int(address)), ()):
                 m.push(number, waiting)
 

@@ -10,8 +10,9 @@ and walks the keys in tiles; K of the next tile travels to shared memory while t
     of a    │ S    │  S = q · kᵀ in registers, running maximum and sum a row, P = exp2(scale · S - maximum)
     block   └──────┘  out += P · v, P straight from the registers that held S
 
-Two kernels: 16-bit inputs on the tensor cores (mma.sync m16n8k16, float32 sums; a warp owns one or two strips of 16 rows),
-float32 by fused multiply-adds (the tensor cores' tf32 would lose half of the digits). Few query tokens are ``decode``'s.
+Two kernels here: 16-bit inputs on the tensor cores (mma.sync m16n8k16, float32 sums; a warp owns one or two strips of 16 rows),
+float32 by fused multiply-adds (the tensor cores' tf32 would lose half of the digits). Few query tokens are ``decode``'s,
+16-bit prompts on sm_90a ``attention_wgmma``'s.
 """
 
 from functools import cache, lru_cache
@@ -20,7 +21,8 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels import decode
+from nbkernels.kernels import attention_wgmma, decode
+from nbkernels.kernels.attention_wgmma import NOTHING, SLACK
 from nbkernels.kernels.elements import Cost, aligned, conversions, vector_width
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -32,11 +34,6 @@ THREADS = WARPS * ptx.WARP
 PIECE = 8  # 16-bit elements in 16 bytes
 PAD = PIECE  # elements behind each row in shared memory: an odd number of 16-byte pieces a row keeps ldmatrix off one bank
 LOG2E = np.log2(np.e)
-# where a row has seen nothing: finite, since the difference of two infinities is NaN
-NOTHING = np.float32(-1e38)
-# a maximum is kept until it is so far (in powers of two) behind: weights up to 2^8 fit every dtype, and sums are seldom scaled
-# (the conditional rescaling of FlashAttention-4)
-SLACK = 8
 # stands for a scale of 0, times which a hidden score of -inf would be NaN
 NO_SCALE = float(np.finfo(np.float32).tiny)
 
@@ -641,11 +638,14 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     scale_log2, negative = float(scale * LOG2E), False
     if q.dtype != np.float32:
         negative, scale_log2 = scale_log2 < 0, max(abs(scale_log2), NO_SCALE)
+    # a window beyond every key hides nothing, and must not overflow
+    window = 0 if window is None else min(window, kv_len + q_len)
+    if attention_wgmma.serves(q, k, v, out, device):
+        attention_wgmma.run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream)
+        return
     chosen, q_tiles = plan(
         batch, q_len, heads, head_dim, q.dtype, wide, negative, masks, device.sm_count, device.shared_bytes
     )
-    # a window beyond every key hides nothing, and must not overflow
-    window = 0 if window is None else min(window, kv_len + q_len)
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     sizes = (q_len, kv_len, heads, heads // kv_heads, q_tiles, window, scale_log2)

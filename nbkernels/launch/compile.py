@@ -199,6 +199,62 @@ def _with_maps_by_value(text, kernel_name, maps):
     return text
 
 
+def _link(factory, constants, arch):
+    """Cubin bytes of a kernel that changes its register count (``setmaxnreg``), by way of link-time optimisation.
+
+    nvJitLink assembles PTX as a part of a program, in which the assembler ignores setmaxnreg, as other parts might rely on the
+    count; without the registers it then serialises wgmma. LLVM IR it compiles as a whole program.
+    """
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+    from numba.cuda.cudadrv import nvrtc, nvvm
+
+    lowered = _lowered(factory, constants)
+    if lowered["cluster"] > 1:
+        raise NotImplementedError(f"{lowered['name']}: clusters are said in PTX, which this way does not meet")
+    target = nvrtc.get_arch_option(*parse_arch(arch))
+    ir = [_ir_with_maps_by_value(text, lowered["name"], lowered["maps"]) for text in lowered["ir"]]
+    options = LinkerOptions(arch=arch, lineinfo=True, link_time_optimization=True)
+
+    def translate(ir):
+        object_code = nvvm.compile_ir(ir, arch=target, opt=3, fastmath=lowered["fastmath"], **{"gen-lto": None})
+        return Linker(ObjectCode.from_ltoir(object_code), options=options).link("cubin").code
+
+    try:
+        return translate(ir)
+    except Exception:  # as in _translate
+        return translate([_without_lines([text])[0] for text in ir])
+
+
+def _ir_with_maps_by_value(text, kernel_name, maps):
+    """The entry gets the function's own name, and tensor map parameters (by number) are 128 bytes, as in ``_with_maps_by_value``.
+
+    A grid constant is read where the launch has put it, without a copy of each thread's own.
+    """
+    entry = re.search(r'^define void (@"?[\w.$]+"?)\((.*?)\)(.*)\n\{\n(.*:)\n', text, re.MULTILINE)
+    if entry is None:
+        return text
+    name, parameters, rest, label = entry.groups()
+    parameters = parameters.split(", ")
+    before = ", ".join(p.rpartition(" ")[0] for p in parameters)
+    casts = []
+    for number in maps:
+        argument = parameters[number].rpartition(" ")[2]
+        described = argument.rstrip('"') + ('.map"' if argument.endswith('"') else ".map")
+        parameters[number] = f"[128 x i8]* byval align 64 {described}"
+        casts.append(f"  {argument} = ptrtoint [128 x i8]* {described} to i64\n")
+    after = ", ".join("[128 x i8]*" if n in maps else p.rpartition(" ")[0] for n, p in enumerate(parameters))
+    head = f"define void {name}({', '.join(parameters)}){rest}\n{{\n{label}\n{''.join(casts)}"
+    text = text[: entry.start()] + head + text[entry.end() :]
+    text = text.replace(f"void ({before})* {name}", f"void ({after})* {name}")
+    if maps:
+        numbers = ", ".join(f"i32 {n + 1}" for n in maps)
+        constants = f'!{{ void ({after})* {name}, !"grid_constant", !{{ {numbers} }} }}'
+        text = (
+            text.replace("!nvvm.annotations = !{", "!nvvm.annotations = !{ !9999999,") + f"\n!9999999 = {constants}\n"
+        )
+    return text.replace(name, f'@"{kernel_name}"')
+
+
 def _with_cluster(text, kernel_name, cluster):
     """The entry says how many blocks its clusters have, so that a launch need not."""
     if cluster == 1:
@@ -297,7 +353,8 @@ def cubin(factory, constants, arch):
 
     def make():
         text = ptx(factory, constants, arch)
-        return entry_name(text).encode() + b"\0" + _assemble(text, arch)
+        code = _link(factory, constants, arch) if "setmaxnreg" in text else _assemble(text, arch)
+        return entry_name(text).encode() + b"\0" + code
 
     name, _, code = _kept(factory, constants, arch, "cubin", make).partition(b"\0")
     return code, name.decode()

@@ -1,0 +1,617 @@
+"""Attention for prompts on sm_90a: the products run on their own (wgmma) while the softmax of the tile before is computed.
+
+    out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]
+
+After FlashAttention-3 (Shah et al. 2024); the conditional rescaling is FlashAttention-4's. A block stays on its multiprocessor
+and takes work items, each some query rows of one head. Single threads of one warpgroup, the producer, ask for tiles by bulk
+tensor copies and send results back. Each of the other warpgroups, the consumers, owns 64 query rows and walks the keys from the
+last tile that they see to the first:
+
+    producer     K5  Q  V5  K4  V4  K3  V3 …                        rings of a few tiles in shared memory
+    tensor cores    │S5 = q·k5ᵀ│S4 = q·k4ᵀ│out += P5·v5│S3 = q·k3ᵀ│out += P4·v4│ …
+    a consumer                 │P5 = softmax(S5)   │P4 = softmax(S4)       │P3 …      both products of a step are in flight
+
+P stays in the registers that held S, rounded to 16 bits. Two consumers take turns to issue products (``turns``), so that one's
+softmax runs under the other's products. Only tiles at the diagonal, the ends and a window's begin are masked.
+"""
+
+from functools import cache, lru_cache
+
+import numpy as np
+from numba import cuda, float32, int32, uint8, uint32, uint64
+
+from nbkernels import ptx
+from nbkernels.launch.compile import kernel
+from nbkernels.launch.launcher import Plan, launch
+from nbkernels.launch.tensor_map import describes, tensor_map
+from nbkernels.ptx.bulk import (
+    bulk_commit,
+    bulk_wait_read,
+    prefetch_tensor_map,
+    tensor_load_4d,
+    tensor_map_address,
+    tensor_store_4d,
+)
+from nbkernels.ptx.bulk import tensor_map as tensor_map_type
+from nbkernels.ptx.mbarrier import (
+    barrier_arrive,
+    barrier_sync,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from nbkernels.ptx.wgmma import (
+    descriptor_address,
+    descriptor_bits,
+    fewer_registers,
+    hold,
+    more_registers,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_update,
+    wgmma_wait,
+)
+
+WARPGROUP = 128
+ROWS = 64  # query rows of a consumer: of one product
+BOX = 64  # columns of a box: 128 bytes, the swizzle's width
+BOX_ROW = 128  # its bytes
+BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
+# registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+# head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
+# fits shared memory
+TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
+SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
+# where a row has seen nothing: finite, since the difference of two infinities is NaN
+NOTHING = np.float32(-1e38)
+# a maximum is kept until it is so far (in powers of two) behind: weights up to 2^8 fit every dtype, and sums are seldom scaled
+SLACK = 8
+
+
+def boxes(head_dim):
+    """Boxes of 64 columns beside each other; zeros fill the last one."""
+    return -(-head_dim // BOX)
+
+
+def shared_bytes(head_dim, tile_n, stages, consumers, q_stages):
+    """The rings of q, K and V, behind the barriers; they start at the first multiple of 1024."""
+    rows = q_stages * consumers * ROWS + 2 * stages * tile_n
+    return 1024 + BARRIER_BYTES + rows * boxes(head_dim) * BOX_ROW
+
+
+@cache
+def _walk(tile_m, tile_n, causal, windowed, has_lengths):
+    """item(number, …) -> (batch, head, first row, keys of the sequence, first tile, tiles) of a work item."""
+
+    @cuda.jit(device=True, inline="always")
+    def item(number, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window):
+        # a section of (batch, head) pairs whose keys fit the L2 cache; in it the last query tiles, the longest, come first
+        which = uint32(number // uint32(section * q_tiles))
+        rest = uint32(number - uint32(which * uint32(section * q_tiles)))
+        size = min(section, uint32(pairs - uint32(which * section)))
+        back = uint32(rest // size)
+        pair = uint32(uint32(which * section) + uint32(rest - uint32(back * size)))
+        tile = uint32(q_tiles - uint32(1) - back)
+        batch = uint32(pair // heads)
+        head = uint32(pair - uint32(batch * heads))
+        count = kv_len
+        if has_lengths:
+            count = min(max(kv_lengths[batch], int32(0)), kv_len)
+        first_row = int32(tile * uint32(tile_m))
+        end = count  # keys begin to end - 1 are seen by some row
+        begin = int32(0)
+        if causal:
+            last_row = min(int32(first_row + int32(tile_m)), q_len)
+            end = max(min(count, int32(count - q_len + last_row)), int32(0))
+        if windowed:
+            begin = max(int32(count - q_len + first_row - window + int32(1)), int32(0))
+        first_tile = int32(uint32(begin) // uint32(tile_n))
+        tiles = int32(int32(uint32(end + int32(tile_n - 1)) // uint32(tile_n)) - first_tile)
+        return batch, head, first_row, count, end, first_tile, max(tiles, int32(0))
+
+    return item
+
+
+def attention_wgmma_kernel(
+    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths
+):
+    """16-bit attention by wgmma. grid: any number of blocks; each takes every gridDim.x-th work item.
+
+    tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
+    of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
+    products one after another. negative: the scale is below zero (the kernel gets its magnitude).
+    """
+    depth = -(-head_dim // 16) * 16
+    columns = boxes(head_dim)
+    tile_m = consumers * ROWS
+    q_box, kv_box = tile_m * BOX_ROW, tile_n * BOX_ROW
+    q_bytes, kv_bytes = columns * q_box, columns * kv_box
+    threads = (consumers + 1) * WARPGROUP
+    few, many = REGISTERS[consumers]
+    score_count, sum_count, word_count = tile_n // 2, head_dim // 2, tile_n // 4
+    n_blocks, d_blocks = tile_n // 8, head_dim // 8
+    k_steps, v_steps = depth // 16, tile_n // 16
+    hidden_score = np.inf if negative else -np.inf  # signs change after the mask
+    name = str(dtype)
+    pack = ptx.bf16x2_from_floats if name == "bfloat16" else ptx.f16x2_from_floats
+    score_update = wgmma_update(name, tile_n)
+    sum_update = wgmma_update(name, head_dim, a="registers", b_transposed=True)
+    hold_scores, hold_sums, hold_words = hold(score_count), hold(sum_count), hold(word_count, "r")
+    along_k = descriptor_bits(16, 8 * BOX_ROW, BOX_ROW)
+    along_keys = descriptor_bits(kv_box, 8 * BOX_ROW, BOX_ROW)
+    item = _walk(tile_m, tile_n, causal, windowed, has_lengths)
+    # mbarriers: K there, V there, K free, V free, q there, q free, rows of the result written (a ring of each), the rows behind a
+    # length wiped
+    k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
+    q_full, q_free, written = (8 * (4 * stages + n * q_stages) for n in range(3))
+    wiped = written + 8 * q_stages * consumers
+    rows_barrier, turn_barrier = 1, 1 + consumers  # numbered barriers: a consumer's own, and its turn's
+
+    @cuda.jit(device=True, inline="always")
+    def ring(base, kind, number):
+        """The mbarrier of the ``number``-th tile of a kind."""
+        return uint32(base + uint32(kind) + uint32(uint32(number % uint32(stages)) * uint32(8)))
+
+    @cuda.jit(device=True, inline="always")
+    def parity(number):
+        return uint32(uint32(number // uint32(stages)) & uint32(1))
+
+    @cuda.jit(device=True, inline="always")
+    def tile_address(start, number):
+        return uint32(start + uint32(uint32(number % uint32(stages)) * uint32(kv_bytes)))
+
+    @cuda.jit(device=True, inline="always")
+    def q_slot(turn):
+        return uint32(turn % uint32(q_stages))
+
+    @cuda.jit(device=True, inline="always")
+    def q_barrier(base, kind, turn):
+        return uint32(base + uint32(kind) + uint32(q_slot(turn) * uint32(8)))
+
+    @cuda.jit(device=True, inline="always")
+    def q_parity(turn):
+        return uint32(uint32(turn // uint32(q_stages)) & uint32(1))
+
+    @cuda.jit(device=True, inline="always")
+    def rows_written(base, turn, group):
+        which = uint32(uint32(q_slot(turn) * uint32(consumers)) + group)
+        return uint32(base + uint32(written) + uint32(which * uint32(8)))
+
+    def make_part(first, end):
+        @cuda.jit(device=True, inline="always")
+        def part(scores, q_rows, k_tile):
+            for i in range(end - first):
+                s = first + i
+                a = uint32(q_rows + uint32(s // 4 * q_box + s % 4 * 32))
+                b = uint32(k_tile + uint32(s // 4 * kv_box + s % 4 * 32))
+                a_bits = uint64(descriptor_address(a) + uint64(along_k))
+                b_bits = uint64(descriptor_address(b) + uint64(along_k))
+                score_update(scores, 0, a_bits, b_bits, uint32(1 if s else 0))
+
+        return part
+
+    # the compiler leaves a loop of more than eight products rolled
+    multiply_first, multiply_rest = make_part(0, min(k_steps, 8)), make_part(min(k_steps, 8), k_steps)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_scores(scores, q_rows, k_tile):
+        """scores = q · kᵀ, in flight."""
+        multiply_first(scores, q_rows, k_tile)
+        multiply_rest(scores, q_rows, k_tile)
+        wgmma_commit()
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_values(sums, words, v_tile):
+        """sums += P · v, in flight."""
+        for s in range(v_steps):
+            b_bits = uint64(descriptor_address(uint32(v_tile + uint32(16 * BOX_ROW * s))) + uint64(along_keys))
+            sum_update(sums, 0, words, 4 * s, b_bits, uint32(1))
+        wgmma_commit()
+
+    @cuda.jit(device=True, inline="always")
+    def mask(scores, position, first_key, end, window):
+        """Hide scores. position: of the lane's first row among the keys; first_key: the lane's first one of the tile."""
+        for h in range(2):
+            here = int32(position + int32(8 * h))
+            high = end  # keys from here on are hidden, and those up to ``low``: both are counted from first_key
+            if causal:
+                high = min(high, int32(here + int32(1)))
+            high = int32(high - first_key)
+            low = int32(here - window - first_key)
+            for n in range(n_blocks):
+                for i in range(2):
+                    column = int32(8 * n + i)
+                    hidden = column >= high
+                    if windowed:
+                        hidden = hidden or column <= low
+                    if hidden:
+                        scores[4 * n + 2 * h + i] = float32(hidden_score)
+
+    @cuda.jit(device=True, inline="always")
+    def softmax(scores, largest, total, shrink, scale_log2):
+        """Scores become weights; shrink: by what the sums so far must be scaled."""
+        if negative:
+            for i in range(score_count):
+                scores[i] = -scores[i]
+        for h in range(2):
+            # two chains a row: a warp has the instruction pipe nearly to itself and would wait for each result
+            even, odd = float32(-np.inf), float32(-np.inf)
+            for n in range(n_blocks):
+                even = ptx.fmax_nan(even, scores[4 * n + 2 * h])
+                odd = ptx.fmax_nan(odd, scores[4 * n + 2 * h + 1])
+            peak = ptx.fmax_nan(even, odd)
+            peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(1)))
+            peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(2)))
+            peak *= scale_log2
+            old = largest[h]
+            new = old
+            if not peak <= old + float32(SLACK):  # a NaN goes through
+                new = peak
+            shrink[h] = ptx.ex2(old - new)
+            largest[h] = new
+            even, odd = float32(0.0), float32(0.0)
+            for n in range(n_blocks):
+                for i in range(2):
+                    scores[4 * n + 2 * h + i] = ptx.ex2(ptx.fma(scores[4 * n + 2 * h + i], scale_log2, -new))
+                even += scores[4 * n + 2 * h]
+                odd += scores[4 * n + 2 * h + 1]
+            total[h] = ptx.fma(total[h], shrink[h], even + odd)
+
+    @cuda.jit(device=True, inline="always")
+    def round_weights(scores, words):
+        """The layout of a product's result is that of the next one's first factor."""
+        for i in range(word_count):
+            words[i] = pack(scores[2 * i], scores[2 * i + 1])
+
+    @cuda.jit(device=True, inline="always")
+    def scale_sums(sums, shrink):
+        moved = uint32(1) if shrink[0] != float32(1.0) or shrink[1] != float32(1.0) else uint32(0)
+        if ptx.warp_any(moved) != uint32(0):
+            for n in range(d_blocks):
+                for i in range(4):
+                    sums[4 * n + i] *= shrink[i // 2]
+
+    @cuda.jit(device=True, inline="always")
+    def my_turn(group):
+        if turns:
+            barrier_sync(uint32(uint32(turn_barrier) + group), uint32(2 * WARPGROUP))
+
+    @cuda.jit(device=True, inline="always")
+    def next_turn(group):
+        if turns:
+            other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
+            barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
+
+    @kernel(launch_bounds=(threads, 1))  # setmaxnreg needs a known register count at entry
+    def attention(
+        q: tensor_map_type,
+        k: tensor_map_type,
+        v: tensor_map_type,
+        out: tensor_map_type,
+        kv_lengths: ptx.pointer("int32"),
+        q_len: int32,
+        kv_len: int32,
+        heads: uint32,
+        pairs: uint32,
+        group_size: uint32,
+        q_tiles: uint32,
+        section: uint32,
+        window: int32,
+        scale_log2: float32,
+    ):
+        t = uint32(cuda.threadIdx.x)
+        # the warpgroup's number, in a form in which the compiler sees that a warp shares it
+        group = ptx.shfl_idx_u32(uint32(t // uint32(WARPGROUP)), uint32(0))
+        base = uint32(uint32(ptx.shared_address(cuda.shared.array(0, uint8)) + uint32(1023)) & uint32(0xFFFFFC00))
+        q_ring = uint32(base + uint32(BARRIER_BYTES))
+        k_ring = uint32(q_ring + uint32(q_stages * q_bytes))
+        v_ring = uint32(k_ring + uint32(stages * kv_bytes))
+        items = uint32(pairs * q_tiles)
+        if t == uint32(0):
+            for s in range(stages):
+                for full in (k_full, v_full):
+                    mbarrier_init(uint32(base + uint32(full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(wiped + 8 * s)), uint32(ptx.WARP))
+                for free in (k_free, v_free):
+                    mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
+            for s in range(q_stages):
+                mbarrier_init(uint32(base + uint32(q_full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(1))
+                for g in range(consumers):
+                    mbarrier_init(rows_written(base, uint32(s), uint32(g)), uint32(WARPGROUP))
+            fence_mbarrier_init()
+        cuda.syncthreads()
+
+        number = uint32(0)  # of tiles before this item, by which the rings turn
+        work = uint32(cuda.blockIdx.x)
+        turn = uint32(0)  # items before this one, by which the ring of q turns
+        wipes = uint32(0)  # parities of a ring of which not every round is used: a bit each
+        if group == uint32(consumers):
+            fewer_registers(few)
+            warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
+            if t == uint32(consumers * WARPGROUP):
+                q_map, k_map, v_map = tensor_map_address(q), tensor_map_address(k), tensor_map_address(v)
+                prefetch_tensor_map(q_map)
+                prefetch_tensor_map(k_map)
+                prefetch_tensor_map(v_map)
+                while work < items:
+                    batch, head, first_row, _, _, first_tile, tiles = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                    )
+                    kv_head = uint32(head // group_size)
+                    left = tiles
+                    asked = False
+                    while left > int32(0) or not asked:
+                        key = uint32(int32(first_tile + left - int32(1)) * int32(tile_n))
+                        if left > int32(0):
+                            barrier = ring(base, k_full, number)
+                            mbarrier_wait(ring(base, k_free, number), uint32(parity(number) ^ uint32(1)))
+                            mbarrier_expect(barrier, uint32(kv_bytes))
+                            to = tile_address(k_ring, number)
+                            for c in range(columns):
+                                tensor_load_4d(
+                                    uint32(to + uint32(c * kv_box)),
+                                    k_map,
+                                    uint32(c * BOX),
+                                    kv_head,
+                                    key,
+                                    batch,
+                                    barrier,
+                                )
+                        if not asked:  # behind the first K: that may come while the item before is still written
+                            asked = True
+                            barrier = q_barrier(base, q_full, turn)
+                            mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
+                            to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                            mbarrier_expect(barrier, uint32(q_bytes))
+                            q_row = uint32(first_row)
+                            for c in range(columns):
+                                tensor_load_4d(
+                                    uint32(to + uint32(c * q_box)),
+                                    q_map,
+                                    uint32(c * BOX),
+                                    head,
+                                    q_row,
+                                    batch,
+                                    barrier,
+                                )
+                        if left > int32(0):
+                            barrier = ring(base, v_full, number)
+                            mbarrier_wait(ring(base, v_free, number), uint32(parity(number) ^ uint32(1)))
+                            mbarrier_expect(barrier, uint32(kv_bytes))
+                            to = tile_address(v_ring, number)
+                            for c in range(columns):
+                                tensor_load_4d(
+                                    uint32(to + uint32(c * kv_box)),
+                                    v_map,
+                                    uint32(c * BOX),
+                                    kv_head,
+                                    key,
+                                    batch,
+                                    barrier,
+                                )
+                            number = uint32(number + uint32(1))
+                        left = int32(left - int32(1))
+                    turn = uint32(turn + uint32(1))
+                    work = uint32(work + uint32(cuda.gridDim.x))
+            elif has_lengths and warp == uint32(1):
+                # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
+                lane = ptx.lane_id()
+                while work < items:
+                    _, _, _, count, _, first_tile, tiles = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                    )
+                    there = int32(count - int32(first_tile + tiles - int32(1)) * int32(tile_n))  # rows of the last tile
+                    if tiles > int32(0) and there < int32(tile_n):
+                        mbarrier_wait(ring(base, v_full, number), parity(number))
+                        last = tile_address(v_ring, number)
+                        for c in range(columns):
+                            at = uint32(uint32(there * int32(BOX_ROW)) + uint32(lane * uint32(16)))
+                            while at < uint32(kv_box):
+                                zero = uint32(0)
+                                ptx.st_shared_v4(uint32(last + uint32(c * kv_box) + at), zero, zero, zero, zero)
+                                at = uint32(at + uint32(16 * ptx.WARP))
+                        fence_proxy_async()
+                        mbarrier_arrive(ring(base, wiped, number))
+                    number = uint32(number + uint32(tiles))
+                    work = uint32(work + uint32(cuda.gridDim.x))
+            elif t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
+                # rows of the result leave while their warpgroup is at its next item
+                out_map = tensor_map_address(out)
+                while work < items:
+                    batch, head, first_row, _, _, _, _ = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                    )
+                    rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                    for g in range(consumers):
+                        mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
+                        out_row = int32(first_row + int32(ROWS * g))
+                        if out_row < q_len:
+                            for c in range(columns):
+                                box = uint32(rows_from + uint32(c * q_box + g * ROWS * BOX_ROW))
+                                tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, box)
+                            bulk_commit()
+                    bulk_wait_read(0)
+                    mbarrier_arrive(q_barrier(base, q_free, turn))
+                    turn = uint32(turn + uint32(1))
+                    work = uint32(work + uint32(cuda.gridDim.x))
+        else:
+            more_registers(many)
+            sums = cuda.local.array(sum_count, float32)
+            scores = cuda.local.array(score_count, float32)
+            words = cuda.local.array(word_count, uint32)
+            # of the lane's two rows, lane / 4 and eight below
+            largest = cuda.local.array(2, float32)
+            total = cuda.local.array(2, float32)
+            shrink = cuda.local.array(2, float32)
+            lane = ptx.lane_id()
+            warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
+            my_row = int32(uint32(warp * uint32(16)) + uint32(lane >> uint32(2)))
+            my_key = int32(uint32(uint32(lane & uint32(3)) << uint32(1)))
+            if turns and group == uint32(consumers - 1):
+                barrier_arrive(uint32(turn_barrier), uint32(2 * WARPGROUP))
+            while work < items:
+                batch, head, first_row, count, end, first_tile, tiles = item(
+                    work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                )
+                work = uint32(work + uint32(cuda.gridDim.x))
+                first_row = int32(first_row + int32(group * uint32(ROWS)))
+                row = int32(count - q_len + first_row)
+                for i in range(sum_count):
+                    sums[i] = float32(0.0)
+                for h in range(2):
+                    largest[h] = NOTHING
+                    total[h] = float32(0.0)
+                q_tile = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                q_rows = uint32(q_tile + uint32(group * uint32(ROWS * BOX_ROW)))  # this warpgroup's
+                mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                if tiles > int32(0):
+                    tile = int32(first_tile + tiles - int32(1))
+                    # tiles from plain_first to plain_end - 1 are seen whole by all of the warpgroup's rows
+                    clear = end
+                    if causal:
+                        clear = max(min(end, int32(row + int32(1))), int32(0))
+                    plain_end = int32(uint32(clear) // uint32(tile_n))
+                    plain_first = first_tile
+                    if windowed:
+                        seen = max(int32(row + int32(ROWS) - window), int32(0))
+                        plain_first = int32(uint32(seen + int32(tile_n - 1)) // uint32(tile_n))
+
+                    first_key = int32(int32(tile * int32(tile_n)) + my_key)
+                    mbarrier_wait(ring(base, k_full, number), parity(number))
+                    my_turn(group)
+                    hold_scores(scores, 0)
+                    wgmma_fence()
+                    multiply_scores(scores, q_rows, tile_address(k_ring, number))
+                    next_turn(group)
+                    wgmma_wait(0)
+                    hold_scores(scores, 0)
+                    if lane == uint32(0):
+                        mbarrier_arrive(ring(base, k_free, number))
+                    mask(scores, int32(row + my_row), first_key, end, window)
+                    softmax(scores, largest, total, shrink, scale_log2)
+                    round_weights(scores, words)
+                    mbarrier_wait(ring(base, v_full, number), parity(number))
+                    if has_lengths and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
+                        slot = uint32(number % uint32(stages))
+                        mbarrier_wait(ring(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
+                        wipes = uint32(wipes ^ uint32(uint32(1) << slot))
+                    number = uint32(number + uint32(1))
+                    tile = int32(tile - int32(1))
+                    while tile >= first_tile:
+                        # the scores of this tile and the sums of the one before it, then the weights of this tile
+                        first_key = int32(first_key - int32(tile_n))
+                        mbarrier_wait(ring(base, k_full, number), parity(number))
+                        before = uint32(number - uint32(1))
+                        my_turn(group)
+                        hold_scores(scores, 0)
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        wgmma_fence()
+                        multiply_scores(scores, q_rows, tile_address(k_ring, number))
+                        multiply_values(sums, words, tile_address(v_ring, before))
+                        next_turn(group)
+                        wgmma_wait(1)
+                        hold_scores(scores, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(ring(base, k_free, number))
+                        if tile >= plain_end or tile < plain_first:
+                            mask(scores, int32(row + my_row), first_key, end, window)
+                        softmax(scores, largest, total, shrink, scale_log2)
+                        # V of the next product; and a branch, over which ptxas does not move the softmax behind the wait below
+                        mbarrier_wait(ring(base, v_full, number), parity(number))
+                        wgmma_wait(0)
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(ring(base, v_free, before))
+                        scale_sums(sums, shrink)
+                        round_weights(scores, words)
+                        number = uint32(number + uint32(1))
+                        tile = int32(tile - int32(1))
+                    before = uint32(number - uint32(1))
+                    hold_sums(sums, 0)
+                    hold_words(words, 0)
+                    wgmma_fence()
+                    multiply_values(sums, words, tile_address(v_ring, before))
+                    wgmma_wait(0)
+                    hold_sums(sums, 0)
+                    hold_words(words, 0)
+                    if lane == uint32(0):
+                        mbarrier_arrive(ring(base, v_free, before))
+
+                # once all warps have used the warpgroup's rows of q, the sums take their place, in the same boxes
+                barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
+                for h in range(2):
+                    whole = total[h]
+                    whole += ptx.shfl_bfly(whole, uint32(1))
+                    whole += ptx.shfl_bfly(whole, uint32(2))
+                    inverse = float32(0.0)  # a row that saw nothing is zero
+                    if whole != float32(0.0):
+                        inverse = ptx.rcp(whole)
+                    inside = uint32(my_row + int32(8 * h))
+                    at = uint32(q_rows + uint32(inside * uint32(BOX_ROW)) + uint32(my_key * int32(2)))
+                    for n in range(d_blocks):
+                        chunk = uint32(uint32(uint32(n % 8) ^ uint32(inside & uint32(7))) * uint32(16))
+                        s = 4 * n + 2 * h
+                        ptx.st_shared(
+                            uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
+                        )
+                fence_proxy_async()
+                mbarrier_arrive(rows_written(base, turn, group))
+                turn = uint32(turn + uint32(1))
+            if turns and group == uint32(0):
+                barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
+
+    return attention
+
+
+def constants_for(dtype, head_dim, negative, masks):
+    """The kernel's constants. masks: (causal, windowed, has_lengths)."""
+    tile_n, stages, consumers, q_stages = next(TILES[most] for most in TILES if head_dim <= most)
+    return (dtype, head_dim, tile_n, stages, consumers, q_stages, True, negative, *masks)
+
+
+@lru_cache(maxsize=4096)
+def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count):
+    """(Plan, query tiles, pairs of sequence and head whose keys and values pass together)."""
+    _, head_dim, tile_n, stages, consumers, q_stages = constants[:6]
+    q_tiles = -(-q_len // (consumers * ROWS))
+    pairs = batch * heads
+    group = heads // kv_heads
+    pair_bytes = max(kv_len * boxes(head_dim) * BOX_ROW * 2 // group, 1)
+    section = min(max(SECTION_BYTES // pair_bytes // group, 1) * group, pairs)
+    grid = min(pairs * q_tiles, sm_count)
+    threads = (consumers + 1) * WARPGROUP
+    shared = shared_bytes(head_dim, tile_n, stages, consumers, q_stages)
+    return Plan(attention_wgmma_kernel, constants, (grid, 1, 1), (threads, 1, 1), shared), q_tiles, section
+
+
+def serves(q, k, v, out, device):
+    """Whether this kernel computes the attention of these arrays."""
+    return (
+        device.arch == "sm_90a"
+        and q.itemsize == 2
+        and q.shape[1] >= ROWS
+        and 32 <= q.shape[3] <= 256
+        and q.shape[3] % 8 == 0
+        and all(describes(x) for x in (q, k, v, out))
+    )
+
+
+def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream):
+    """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none."""
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[1:3]
+    constants = constants_for(q.dtype, head_dim, negative, masks)
+    tile_n, consumers = constants[2], constants[4]
+    chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count)
+    boxes_of = [(q, consumers * ROWS), (k, tile_n), (v, tile_n), (out, ROWS)]
+    maps = [tensor_map(x, (1, rows, 1, BOX), device=device) for x, rows in boxes_of]
+    lengths = 0 if kv_lengths is None else kv_lengths.pointer
+    sizes = (q_len, kv_len, heads, batch * heads, heads // kv_heads, q_tiles, section, window, scale_log2)
+    launch(chosen, (*maps, lengths, *sizes), device, stream)
