@@ -16,6 +16,8 @@ from nbkernels.launch.device import DeviceError, current
 from nbkernels.launch.launcher import check
 
 _stream = ContextVar("nbkernels_stream", default=0)
+SHARED_HANDLES = (2,)  # handles that mean another stream in each thread: CU_STREAM_PER_THREAD
+LEAST_COUNTERS = 4096
 
 
 def current_stream(x=None):
@@ -65,6 +67,7 @@ class Arena:
 
     def __init__(self):
         self.idle = {}  # rounded bytes -> blocks
+        self.counters = None
 
     def take(self, nbytes, stream):
         """An owner of at least nbytes."""
@@ -159,6 +162,37 @@ def zeros(shape, dtype):
     array = empty(shape, dtype)
     fill_bytes(array, 0)
     return array
+
+
+_counters = {}  # stream handle -> DeviceArray
+
+
+def counters(count, stream):
+    """At least ``count`` uint32 zeros for the blocks of a launch on a stream handle to meet by; the launch leaves zeros behind.
+
+    They are shared by all launches of the stream, one after the other, or of the arena in force.
+    """
+    arena = _arena.get()
+    if current().kind == "emulator":  # a launch that ended in an error leaves anything behind
+        return zeros((count,), np.uint32)
+    kept = _counters.get(stream) if arena is None else arena.counters
+    if kept is not None and kept.shape[0] >= count:
+        return kept
+    made = empty((max(count, LEAST_COUNTERS),), np.uint32, stream)
+    with use_stream(stream):
+        fill_bytes(made, 0)
+    if arena is not None:
+        arena.counters = made
+    elif stream not in SHARED_HANDLES and not _is_capturing(stream):  # else they are this launch's own
+        _counters[stream] = made
+    return made
+
+
+def _is_capturing(stream):
+    """Whether what is asked of a stream handle becomes part of a graph."""
+    from cuda.bindings import driver
+
+    return int(check(driver.cuStreamIsCapturing(stream))[0]) != 0
 
 
 def fill_bytes(array, value):

@@ -133,6 +133,29 @@ def st_global_v4_f32(address, a, b, c, d):
     """Four float32."""
 
 
+# ---- between blocks -----------------------------------------------------------------------------------------------------
+
+
+@instruction(uint32(uint64, uint32), "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", effect="writes")
+def atomic_add(address, a):
+    """Add to a word of global memory -> what it held before. Orders this thread's accesses before and after it on the GPU."""
+
+
+@instruction(void(), "fence.acq_rel.gpu;", effect="writes")
+def fence_gpu():
+    """Order what this thread, and who it has met at a barrier, wrote before it and what they read after it, on the GPU."""
+
+
+@instruction(float32(uint64), "ld.relaxed.gpu.global.f32 $0, [$1];", effect="writes")
+def ld_global_relaxed_f32(address):
+    """A float32 that another block may have written: never from this multiprocessor's own cache."""
+
+
+@instruction(void(uint64), "prefetch.global.L2 [$0];", effect="writes")
+def prefetch_l2(address):
+    """Fetch the line of this address into L2, for a load to come."""
+
+
 # ---- shared loads and stores -------------------------------------------------------------------------------------------
 
 
