@@ -41,23 +41,56 @@ def _f16x2_pairs_from_int8x4(word):
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_from_spread(spread):
+def _bf16x2_from_spread(spread, signs):
     """spread: two int8 in the lower bytes of the halves, 0x43 in the upper ones."""
     magnitude = uint32(spread & uint32(0xFF7FFF7F))
     # 0xc300 is -128; the sign bit of the byte is the last bit of the exponent, and makes it -256
-    offset = uint32(uint32(spread & uint32(0x00800080)) | uint32(0xC300C300))
+    offset = uint32(uint32(spread & signs) | uint32(0xC300C300))
     return ptx.fma_bf16x2(magnitude, uint32(0x3F803F80), offset)
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_pairs_from_int8x4(word):
+def _bf16x2_pairs_with(word, exponents, signs):
     return (
-        _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4140))),
-        _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4342))),
+        _bf16x2_from_spread(ptx.prmt(word, exponents, uint32(0x4140)), signs),
+        _bf16x2_from_spread(ptx.prmt(word, exponents, uint32(0x4342)), signs),
     )
+
+
+@cuda.jit(device=True, inline="always")
+def _bf16x2_pairs_from_int8x4(word):
+    return _bf16x2_pairs_with(word, uint32(0x43434343), uint32(0x00800080))
+
+
+@cuda.jit(device=True, inline="always")
+def _f16x2_pairs_with(word, exponents, signs):
+    return _f16x2_pairs_from_int8x4(word)
 
 
 @cache
 def pairs_from_int8x4(dtype):
     """widen(word): four signed bytes -> two words of two float16 or bfloat16 each."""
     return _bf16x2_pairs_from_int8x4 if str(dtype) == "bfloat16" else _f16x2_pairs_from_int8x4
+
+
+@cuda.jit(device=True, inline="always")
+def leave_widening_constants(shared):
+    """Write the 8 bytes for ``widening_constants`` to a shared address; a barrier lies between."""
+    ptx.st_shared(shared, uint32(0x43434343))
+    ptx.st_shared(uint32(shared + uint32(4)), uint32(0x00800080))
+
+
+@cuda.jit(device=True, inline="always")
+def widening_constants(shared):
+    """(exponents, signs) of ``pairs_with``, from memory so that the assembler takes them for variables.
+
+    An instruction holds one constant; where two are needed the assembler makes the second anew each time, which is a third of all
+    instructions.
+    """
+    return ptx.ld_shared(shared), ptx.ld_shared(uint32(shared + uint32(4)))
+
+
+@cache
+def pairs_with(dtype):
+    """widen(word, exponents, signs): as ``pairs_from_int8x4``, with ``widening_constants``."""
+    return _bf16x2_pairs_with if str(dtype) == "bfloat16" else _f16x2_pairs_with

@@ -2,11 +2,13 @@
 
     y[m, n] = activation(sum_k x[m, k] · w[n, k] + bias[n]) + residual[m, n]
 
-Four kernels share the work, each a file of its own, for dense and int8 weights alike:
+Five kernels share the work, each a file of its own, for dense and int8 weights alike:
 
                      16-bit, aligned                         float32, or whatever the tensor cores' kernels cannot take
     few rows         matmul_narrow: bound by the weight      matmul_lanes: a warp a column
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
+
+and on sm_90, for few rows and a weight large enough to be worth it, matmul_stream: at the speed of memory.
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why. A product over no columns is 0, by matmul_lanes.
 """
@@ -14,13 +16,16 @@ Which one it is depends on shape, dtype and alignment; ``plan`` says why. A prod
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_tiles
+from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_stream, matmul_tiles
 from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch.launcher import launch
+from nbkernels.launch.tensor_map import describes
 
 # Up to here passes of 16 rows over the weight, the second of which finds it in L2, beat tiles that would stand mostly empty.
 NARROW_ROWS = 32
+# Of a weight, from which on a ring of bulk copies pays: below it a block's few steps end before the ring is full.
+STREAM_BYTES = 2 * 2**20
 # The same for multiply-adds, eight rows a pass.
 LANES_ROWS = 16
 
@@ -29,13 +34,14 @@ LANES_ROWS = 16
 class Alignment:
     """What the addresses of a call's arrays allow; each is a kernel's condition, and described there.
 
-    fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks.
+    maps: matmul_stream (sm_90); fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks.
     """
 
     fragments: bool
     pieces: bool
     pairs: bool
     quads: bool
+    maps: bool = False
 
 
 def _rows_aligned(array, nbytes):
@@ -43,8 +49,8 @@ def _rows_aligned(array, nbytes):
     return array.pointer % nbytes == 0 and array.strides[0] * array.itemsize % nbytes == 0
 
 
-def alignment(x, weight, bias, residual, out):
-    """The Alignment of a call; weight [columns, depth] dense or int8."""
+def alignment(x, weight, bias, residual, out, arch):
+    """The Alignment of a call on an architecture; weight [columns, depth] dense or int8."""
     depth = x.shape[1]
     x_aligned = _rows_aligned(x, 16)
     return Alignment(
@@ -56,6 +62,7 @@ def alignment(x, weight, bias, residual, out):
         and (bias is None or bias.pointer % 4 == 0)
         and out.itemsize == 2,
         quads=x_aligned and depth % matmul_lanes.WIDTH == 0 and _rows_aligned(weight, 4 * weight.itemsize),
+        maps=arch == "sm_90a" and describes(x) and describes(weight),
     )
 
 
@@ -64,6 +71,9 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
     """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0."""
     # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
     if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
+        large = columns * depth * (2 if weight == "dense" else 1) >= STREAM_BYTES
+        if rows <= matmul_stream.MOST_ROWS and large and aligned.maps:
+            return matmul_stream.plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count)
         # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
         few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
         if few and aligned.fragments:
@@ -88,8 +98,11 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     rows, depth = x.shape
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
-    aligned = alignment(x, weight, bias, residual, out)
+    aligned = alignment(x, weight, bias, residual, out, device.arch)
     chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count)
+    if chosen.factory is matmul_stream.matmul_stream_kernel:
+        matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
+        return
     launch(
         chosen,
         (

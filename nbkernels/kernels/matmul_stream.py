@@ -33,7 +33,7 @@ from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.epilogue import finish
-from nbkernels.kernels.int8 import pairs_from_int8x4
+from nbkernels.kernels.int8 import leave_widening_constants, pairs_with, widening_constants
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -79,14 +79,14 @@ def _stage_bytes(weight, row_tiles, tile_n):
 
 @cache
 def _multiply_dense(dtype, row_tiles):
-    """multiply(w, x, w_lane, x_lane, scale, sums): sums += the products of a stage, for one warp.
+    """multiply(w, x, w_lane, x_lane, constants, scale, sums): sums += the products of a stage, for one warp.
 
     w, x: shared addresses of the warp's 16 rows and of x's box; w_lane, x_lane: ``_lane_offsets``.
     """
     update = ptx.mma_update(str(dtype))
 
     @cuda.jit(device=True, inline="always")
-    def multiply(w, x, w_lane, x_lane, scale, sums):
+    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
         a = cuda.local.array(4, uint32)
         for pair in range(2):
             for s in range(2):
@@ -102,51 +102,137 @@ def _multiply_dense(dtype, row_tiles):
 
 
 @cache
-def _multiply_int8(dtype, row_tiles, pieces_a_scale):
-    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k that share a scale (scale[2 · group + half]), 0 for none."""
+def _int8_piece(dtype, row_tiles, piece):
+    """take(w, x, w_lane, x_lane, constants, a, at, sums): 32 k of an int8 stage.
+
+    The weight's two fragments in a[at : at + 8], and their products added to sums; row_tiles 0: the fragments only.
+    """
     update = ptx.mma_update(str(dtype))
-    widen = pairs_from_int8x4(dtype)
-    values = 4 * row_tiles
-    groups = pieces_a_scale > 0
-    pieces = pieces_a_scale if groups else ROW_BYTES // K_PIECE
-    rounds = ROW_BYTES // K_PIECE // pieces
+    widen = pairs_with(dtype)
 
     @cuda.jit(device=True, inline="always")
-    def multiply(w, x, w_lane, x_lane, scale, sums):
-        a = cuda.local.array(4, uint32)
-        part = cuda.local.array(values, float32)
-        for group in range(rounds):
-            if groups:
-                for i in range(values):
-                    part[i] = float32(0.0)
-            for p in range(pieces):
-                piece = group * pieces + p
-                words = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * piece))))
-                for half in range(2):
-                    first = widen(words[2 * half])
-                    second = widen(words[2 * half + 1])
-                    a[0] = first[0]
-                    a[1] = second[0]
-                    a[2] = first[1]
-                    a[3] = second[1]
-                    number = 2 * piece + half  # of a product of 16 k: 32 bytes of a row of x, four of them a box
-                    for t in range(row_tiles):
-                        b = ptx.ld_shared_v2(
-                            uint32(
-                                x
-                                + (x_lane ^ uint32(32 * (number % 4)))
-                                + uint32((number // 4 * row_tiles + t) * SWIZZLE_BYTES)
-                            )
-                        )
-                        if groups:
-                            update(part, 4 * t, a, 0, b[0], b[1])
-                        else:
-                            update(sums, 4 * t, a, 0, b[0], b[1])
-            if groups:
-                for i in range(values):
-                    sums[i] = ptx.fma(part[i], scale[2 * group + i % 4 // 2], sums[i])
+    def take(w, x, w_lane, x_lane, constants, a, at, sums):
+        words = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * piece))))
+        for half in range(2):
+            first = widen(words[2 * half], constants[0], constants[1])
+            second = widen(words[2 * half + 1], constants[0], constants[1])
+            a[at + 4 * half] = first[0]
+            a[at + 4 * half + 1] = second[0]
+            a[at + 4 * half + 2] = first[1]
+            a[at + 4 * half + 3] = second[1]
+        for half in range(2):
+            number = 2 * piece + half  # of a product of 16 k: 32 bytes of a row of x, four of them a box
+            for t in range(row_tiles):
+                b = ptx.ld_shared_v2(
+                    uint32(
+                        x
+                        + (x_lane ^ uint32(32 * (number % 4)))
+                        + uint32((number // 4 * row_tiles + t) * SWIZZLE_BYTES)
+                    )
+                )
+                update(sums, 4 * t, a, at + 4 * half, b[0], b[1])
 
-    return multiply
+    return take
+
+
+@cache
+def _int8_group(dtype, row_tiles, first, pieces):
+    """scaled(w, x, w_lane, x_lane, constants, scale, scale_at, sums): sums += scale · products of pieces that share a scale."""
+    update = ptx.mma_update(str(dtype))
+    takes = [_int8_piece(dtype, 0, piece % 4) for piece in range(first, first + 4)]
+    take0, take1, take2, take3 = takes
+    words = 8 * pieces
+    products = 2 * pieces
+
+    @cuda.jit(device=True, inline="always")
+    def scaled(w, x, w_lane, x_lane, constants, scale, scale_at, sums):
+        a = cuda.local.array(words, uint32)
+        part = cuda.local.array(4, float32)
+        take0(w, x, w_lane, x_lane, constants, a, 0, sums)
+        if pieces > 1:
+            take1(w, x, w_lane, x_lane, constants, a, 8, sums)
+        if pieces > 2:
+            take2(w, x, w_lane, x_lane, constants, a, 16, sums)
+            take3(w, x, w_lane, x_lane, constants, a, 24, sums)
+        for t in range(row_tiles):
+            for i in range(4):
+                part[i] = float32(0.0)
+            for p in range(products):
+                number = 2 * first + p
+                b = ptx.ld_shared_v2(
+                    uint32(
+                        x
+                        + (x_lane ^ uint32(32 * (number % 4)))
+                        + uint32((number // 4 * row_tiles + t) * SWIZZLE_BYTES)
+                    )
+                )
+                update(part, 0, a, 4 * p, b[0], b[1])
+            for i in range(4):
+                sums[4 * t + i] = ptx.fma(part[i], scale[scale_at + i // 2], sums[4 * t + i])
+
+    return scaled
+
+
+@cache
+def _multiply_int8(dtype, row_tiles, pieces_a_scale):
+    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k that share a scale (scale[2 · group + half]), 0 for none.
+
+    Pieces are named one by one, since the compiler doesn't unroll a loop this long.
+    """
+    if pieces_a_scale == 0:
+        take0, take1, take2, take3 = (_int8_piece(dtype, row_tiles, piece) for piece in range(4))
+
+        @cuda.jit(device=True, inline="always")
+        def multiply(w, x, w_lane, x_lane, constants, scale, sums):
+            a = cuda.local.array(8, uint32)
+            take0(w, x, w_lane, x_lane, constants, a, 0, sums)
+            take1(w, x, w_lane, x_lane, constants, a, 0, sums)
+            take2(w, x, w_lane, x_lane, constants, a, 0, sums)
+            take3(w, x, w_lane, x_lane, constants, a, 0, sums)
+
+        return multiply
+    group0, group1, group2, group3 = (
+        _int8_group(dtype, row_tiles, g * pieces_a_scale % 4, pieces_a_scale) for g in range(4)
+    )
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_groups(w, x, w_lane, x_lane, constants, scale, sums):
+        group0(w, x, w_lane, x_lane, constants, scale, 0, sums)
+        if pieces_a_scale < 4:
+            group1(w, x, w_lane, x_lane, constants, scale, 2, sums)
+        if pieces_a_scale < 2:
+            group2(w, x, w_lane, x_lane, constants, scale, 4, sums)
+            group3(w, x, w_lane, x_lane, constants, scale, 6, sums)
+
+    return multiply_groups
+
+
+@cache
+def _load_scales(group_size, pieces_a_scale):
+    """load(addresses, step, depth, scale): the scales of a lane's two rows at a step; addresses: of those of the step where
+    scales come one after another (group_size is what a scale has of a step), else of the rows' first ones.
+
+    Past the end of depth they stay as they are: x and the weight are zeros there. Addresses move on to the next step.
+    """
+    scale_groups = 4 // pieces_a_scale
+    scale_columns = ROW_BYTES // scale_groups
+    one_after_another = group_size == scale_columns
+
+    @cuda.jit(device=True, inline="always")
+    def load(addresses, step, depth, scale):
+        for g in range(scale_groups):
+            k = uint32(uint32(step * uint32(ROW_BYTES)) + uint32(g * scale_columns))
+            if k < depth:
+                for i in range(2):
+                    at = addresses[i] + uint64(4 * g)
+                    if not one_after_another:
+                        at = addresses[i] + uint64(uint32(uint32(k // uint32(group_size)) << uint32(2)))
+                    scale[2 * g + i] = ptx.ld_global_nc_f32(at)
+        if one_after_another:
+            for i in range(2):
+                addresses[i] += uint64(4 * scale_groups)
+
+    return load
 
 
 @cuda.jit(device=True, inline="always")
@@ -182,10 +268,11 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
     pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
     scale_groups = 4 // pieces_a_scale if groups else 1
     scale_count = 2 * scale_groups
-    scale_columns = step_k // scale_groups
+    scales_in_order = scale_groups * group_size == step_k
+    load_scales = _load_scales(group_size, pieces_a_scale) if groups else None
     multiply = _multiply_dense(dtype, row_tiles) if dense else _multiply_int8(dtype, row_tiles, pieces_a_scale)
     store = finish(dtype, epilogue)
-    full_at, free_at, flag_at = 0, 8 * stages, 16 * stages
+    full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
 
     @kernel(launch_bounds=(consumer_threads + ptx.WARP, 1))
@@ -220,6 +307,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
                 mbarrier_init(uint32(base + uint32(full_at + 8 * s)), uint32(1))
                 mbarrier_init(uint32(base + uint32(free_at + 8 * s)), uint32(consumers))
             fence_mbarrier_init()
+            leave_widening_constants(uint32(base + uint32(constants_at)))
         cuda.syncthreads()
 
         unit = _begin(block, share, extra)
@@ -268,7 +356,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
         sums = cuda.local.array(values, float32)
         scale = cuda.local.array(scale_count, float32)
         ahead = cuda.local.array(scale_count, float32)
-        scale_starts = cuda.local.array(2, int64)
+        scale_rows = cuda.local.array(2, uint64)
         quad = uint32(lane & uint32(3))
         quad_row = uint32(lane >> uint32(2))
         # where a lane reads in its warp's rows and in x; pieces are exchanged by XOR with the row's last three bits
@@ -287,6 +375,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
                 + uint32(uint32(uint32(quad >> uint32(1)) ^ x_row) << uint32(4))
                 + uint32(uint32(quad & uint32(1)) << uint32(3))
             )
+        constants = widening_constants(uint32(base + uint32(constants_at)))
         warp_bytes = uint32(warp * uint32(FRAGMENT_COLUMNS * ROW_BYTES))
         warp_column = uint32(uint32(warp * uint32(FRAGMENT_COLUMNS)) + quad_row)
         while unit < end:
@@ -300,26 +389,22 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
             if groups:
                 for i in range(2):
                     column = min(uint32(first_column + warp_column + uint32(8 * i)), columns - uint32(1))
-                    scale_starts[i] = int64(column) * scale_stride
-                for g in range(scale_groups):
-                    k = uint32(uint32(step * uint32(step_k)) + uint32(g * scale_columns))
-                    at = int64(uint32((k if k < depth else uint32(0)) // uint32(group_size)))
-                    for i in range(2):
-                        ahead[2 * g + i] = scales[scale_starts[i] + at]
+                    scale_rows[i] = ptx.address(scales, int64(column) * scale_stride)
+                    if scales_in_order:
+                        scale_rows[i] += uint64(uint32(step * uint32(4 * scale_groups)))
+                for i in range(scale_count):
+                    ahead[i] = float32(0.0)
+                load_scales(scale_rows, step, depth, ahead)
             unit = uint32(first_unit + last)
             while step < last:
                 if groups:
                     for i in range(scale_count):
                         scale[i] = ahead[i]
-                    for g in range(scale_groups):
-                        k = uint32(uint32(uint32(step + uint32(1)) * uint32(step_k)) + uint32(g * scale_columns))
-                        at = int64(uint32((k if k < depth else uint32(0)) // uint32(group_size)))
-                        for i in range(2):
-                            ahead[2 * g + i] = scales[scale_starts[i] + at]
+                    load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(full, parity)
                 w = uint32(ring + uint32(stage * uint32(stage_bytes)))
-                multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, scale, sums)
+                multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
                 ptx.warp_sync()
                 if lane == uint32(0):
                     mbarrier_arrive(uint32(full + uint32(free_at - full_at)))

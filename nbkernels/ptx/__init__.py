@@ -43,6 +43,7 @@ from nbkernels.ptx.memory import (
     fence_gpu,
     ld_global,
     ld_global_nc,
+    ld_global_nc_f32,
     ld_global_nc_v2,
     ld_global_nc_v4,
     ld_global_nc_v4_f32,

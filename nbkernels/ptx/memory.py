@@ -92,6 +92,11 @@ def ld_global_nc(address):
     """Four bytes of data that nobody writes during the kernel."""
 
 
+@instruction(float32(uint64), "ld.global.nc.f32 $0, [$1];", effect="reads")
+def ld_global_nc_f32(address):
+    """A float32 that nobody writes during the kernel."""
+
+
 @instruction(floats4(uint64), "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", effect="reads")
 def ld_global_v4_f32(address):
     """Four float32, through L1 and L2."""
