@@ -37,5 +37,5 @@ def test_every_kernel(arch):
     assert not wrong
     missing = factories() - {plan.factory.__name__ for plan in plans}
     # kernels for newer machines cannot run as an older one
-    newer = {name for name in missing if arch == "sm_80" and "wgmma" in name}
+    newer = {name for name in missing if arch == "sm_80" and ("wgmma" in name or "stream" in name)}
     assert not missing - newer, "kernels without a case in tests/kernel_cases.py"

@@ -12,7 +12,7 @@ constant is taken off:
 from functools import cache
 
 import numpy as np
-from numba import cuda, uint32
+from numba import cuda, types, uint32
 
 from nbkernels import ptx
 
@@ -41,30 +41,20 @@ def _f16x2_pairs_from_int8x4(word):
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_from_spread(spread, signs):
+def _bf16x2_from_spread(spread):
     """spread: two int8 in the lower bytes of the halves, 0x43 in the upper ones."""
     magnitude = uint32(spread & uint32(0xFF7FFF7F))
     # 0xc300 is -128; the sign bit of the byte is the last bit of the exponent, and makes it -256
-    offset = uint32(uint32(spread & signs) | uint32(0xC300C300))
+    offset = uint32(uint32(spread & uint32(0x00800080)) | uint32(0xC300C300))
     return ptx.fma_bf16x2(magnitude, uint32(0x3F803F80), offset)
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_pairs_with(word, exponents, signs):
-    return (
-        _bf16x2_from_spread(ptx.prmt(word, exponents, uint32(0x4140)), signs),
-        _bf16x2_from_spread(ptx.prmt(word, exponents, uint32(0x4342)), signs),
-    )
-
-
-@cuda.jit(device=True, inline="always")
 def _bf16x2_pairs_from_int8x4(word):
-    return _bf16x2_pairs_with(word, uint32(0x43434343), uint32(0x00800080))
-
-
-@cuda.jit(device=True, inline="always")
-def _f16x2_pairs_with(word, exponents, signs):
-    return _f16x2_pairs_from_int8x4(word)
+    return (
+        _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4140))),
+        _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4342))),
+    )
 
 
 @cache
@@ -88,6 +78,37 @@ def widening_constants(shared):
     instructions.
     """
     return ptx.ld_shared(shared), ptx.ld_shared(uint32(shared + uint32(4)))
+
+
+def _halves(lines):
+    """Asm of both halves of a word: {0} is 0 or 1, {1} the selector of its bytes under the exponents."""
+    return "".join(lines.format(half, selector) for half, selector in enumerate(("0x4140", "0x4342")))
+
+
+_PAIRS = types.UniTuple(uint32, 2)(uint32, uint32, uint32)
+
+
+@ptx.instruction(
+    _PAIRS,
+    "{ .reg .b32 spread, low, offset, one; mov.b32 one, 0x3f803f80; "
+    + _halves(
+        "prmt.b32 spread, $2, $3, {1}; and.b32 low, spread, 0xff7fff7f; lop3.b32 offset, spread, $4, 0xc300c300, 0xea; "
+        "fma.rn.bf16x2 ${0}, low, one, offset; "
+    )
+    + "}",
+)
+def _bf16x2_pairs_with(word, exponents, signs):
+    """As _bf16x2_pairs_from_int8x4; one piece of text, so that loops around it are short for the compilers."""
+
+
+@ptx.instruction(
+    _PAIRS,
+    "{ .reg .b32 biased, spread, taken; mov.b32 taken, 0x64806480; xor.b32 biased, $2, 0x80808080; "
+    + _halves("prmt.b32 spread, biased, 0x64646464, {1}; sub.f16x2 ${0}, spread, taken; ")
+    + "}",
+)
+def _f16x2_pairs_with(word, exponents, signs):
+    """As _f16x2_pairs_from_int8x4."""
 
 
 @cache

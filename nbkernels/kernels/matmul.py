@@ -8,7 +8,7 @@ Five kernels share the work, each a file of its own, for dense and int8 weights 
     few rows         matmul_narrow: bound by the weight      matmul_lanes: a warp a column
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
 
-and on sm_90, for few rows and a weight large enough to be worth it, matmul_stream: at the speed of memory.
+and on sm_90, up to 64 rows of 16 bits times a weight that is large enough, matmul_stream: at the speed of memory.
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why. A product over no columns is 0, by matmul_lanes.
 """
@@ -34,7 +34,8 @@ LANES_ROWS = 16
 class Alignment:
     """What the addresses of a call's arrays allow; each is a kernel's condition, and described there.
 
-    maps: matmul_stream (sm_90); fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks.
+    fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks;
+    maps: matmul_stream, and that the architecture is the one it is for.
     """
 
     fragments: bool

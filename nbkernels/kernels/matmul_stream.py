@@ -102,109 +102,53 @@ def _multiply_dense(dtype, row_tiles):
 
 
 @cache
-def _int8_piece(dtype, row_tiles, piece):
-    """take(w, x, w_lane, x_lane, constants, a, at, sums): 32 k of an int8 stage.
-
-    The weight's two fragments in a[at : at + 8], and their products added to sums; row_tiles 0: the fragments only.
-    """
+def _multiply_int8(dtype, row_tiles, pieces_a_scale):
+    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale (scale[2 · group + half of a fragment]), or 0."""
     update = ptx.mma_update(str(dtype))
     widen = pairs_with(dtype)
-
-    @cuda.jit(device=True, inline="always")
-    def take(w, x, w_lane, x_lane, constants, a, at, sums):
-        words = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * piece))))
-        for half in range(2):
-            first = widen(words[2 * half], constants[0], constants[1])
-            second = widen(words[2 * half + 1], constants[0], constants[1])
-            a[at + 4 * half] = first[0]
-            a[at + 4 * half + 1] = second[0]
-            a[at + 4 * half + 2] = first[1]
-            a[at + 4 * half + 3] = second[1]
-        for half in range(2):
-            number = 2 * piece + half  # of a product of 16 k: 32 bytes of a row of x, four of them a box
-            for t in range(row_tiles):
-                b = ptx.ld_shared_v2(
-                    uint32(
-                        x
-                        + (x_lane ^ uint32(32 * (number % 4)))
-                        + uint32((number // 4 * row_tiles + t) * SWIZZLE_BYTES)
-                    )
-                )
-                update(sums, 4 * t, a, at + 4 * half, b[0], b[1])
-
-    return take
-
-
-@cache
-def _int8_group(dtype, row_tiles, first, pieces):
-    """scaled(w, x, w_lane, x_lane, constants, scale, scale_at, sums): sums += scale · products of pieces that share a scale."""
-    update = ptx.mma_update(str(dtype))
-    takes = [_int8_piece(dtype, 0, piece % 4) for piece in range(first, first + 4)]
-    take0, take1, take2, take3 = takes
+    groups = pieces_a_scale > 0
+    # without groups as many as keep the loop of rounds short enough to be unrolled
+    pieces = pieces_a_scale if groups else 1 if row_tiles < 4 else 2
+    rounds = ROW_BYTES // K_PIECE // pieces
     words = 8 * pieces
     products = 2 * pieces
 
     @cuda.jit(device=True, inline="always")
-    def scaled(w, x, w_lane, x_lane, constants, scale, scale_at, sums):
+    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
         a = cuda.local.array(words, uint32)
         part = cuda.local.array(4, float32)
-        take0(w, x, w_lane, x_lane, constants, a, 0, sums)
-        if pieces > 1:
-            take1(w, x, w_lane, x_lane, constants, a, 8, sums)
-        if pieces > 2:
-            take2(w, x, w_lane, x_lane, constants, a, 16, sums)
-            take3(w, x, w_lane, x_lane, constants, a, 24, sums)
-        for t in range(row_tiles):
-            for i in range(4):
-                part[i] = float32(0.0)
-            for p in range(products):
-                number = 2 * first + p
-                b = ptx.ld_shared_v2(
-                    uint32(
-                        x
-                        + (x_lane ^ uint32(32 * (number % 4)))
-                        + uint32((number // 4 * row_tiles + t) * SWIZZLE_BYTES)
+        for r in range(rounds):
+            for p in range(pieces):
+                found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * (r * pieces + p)))))
+                for half in range(2):
+                    first = widen(found[2 * half], constants[0], constants[1])
+                    second = widen(found[2 * half + 1], constants[0], constants[1])
+                    a[8 * p + 4 * half] = first[0]
+                    a[8 * p + 4 * half + 1] = second[0]
+                    a[8 * p + 4 * half + 2] = first[1]
+                    a[8 * p + 4 * half + 3] = second[1]
+            for t in range(row_tiles):
+                if groups:
+                    for i in range(4):
+                        part[i] = float32(0.0)
+                for p in range(products):
+                    number = products * r + p  # of a product of 16 k: 32 bytes of a row of x, four of them a box
+                    b = ptx.ld_shared_v2(
+                        uint32(
+                            x
+                            + (x_lane ^ uint32((number & 3) << 5))
+                            + uint32(((number >> 2) * row_tiles + t) * SWIZZLE_BYTES)
+                        )
                     )
-                )
-                update(part, 0, a, 4 * p, b[0], b[1])
-            for i in range(4):
-                sums[4 * t + i] = ptx.fma(part[i], scale[scale_at + i // 2], sums[4 * t + i])
+                    if groups:
+                        update(part, 0, a, 4 * p, b[0], b[1])
+                    else:
+                        update(sums, 4 * t, a, 4 * p, b[0], b[1])
+                if groups:
+                    for i in range(4):
+                        sums[4 * t + i] = ptx.fma(part[i], scale[2 * r + (i >> 1)], sums[4 * t + i])
 
-    return scaled
-
-
-@cache
-def _multiply_int8(dtype, row_tiles, pieces_a_scale):
-    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k that share a scale (scale[2 · group + half]), 0 for none.
-
-    Pieces are named one by one, since the compiler doesn't unroll a loop this long.
-    """
-    if pieces_a_scale == 0:
-        take0, take1, take2, take3 = (_int8_piece(dtype, row_tiles, piece) for piece in range(4))
-
-        @cuda.jit(device=True, inline="always")
-        def multiply(w, x, w_lane, x_lane, constants, scale, sums):
-            a = cuda.local.array(8, uint32)
-            take0(w, x, w_lane, x_lane, constants, a, 0, sums)
-            take1(w, x, w_lane, x_lane, constants, a, 0, sums)
-            take2(w, x, w_lane, x_lane, constants, a, 0, sums)
-            take3(w, x, w_lane, x_lane, constants, a, 0, sums)
-
-        return multiply
-    group0, group1, group2, group3 = (
-        _int8_group(dtype, row_tiles, g * pieces_a_scale % 4, pieces_a_scale) for g in range(4)
-    )
-
-    @cuda.jit(device=True, inline="always")
-    def multiply_groups(w, x, w_lane, x_lane, constants, scale, sums):
-        group0(w, x, w_lane, x_lane, constants, scale, 0, sums)
-        if pieces_a_scale < 4:
-            group1(w, x, w_lane, x_lane, constants, scale, 2, sums)
-        if pieces_a_scale < 2:
-            group2(w, x, w_lane, x_lane, constants, scale, 4, sums)
-            group3(w, x, w_lane, x_lane, constants, scale, 6, sums)
-
-    return multiply_groups
+    return multiply
 
 
 @cache
@@ -264,11 +208,12 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
     consumers = tile_n // FRAGMENT_COLUMNS
     consumer_threads = consumers * ptx.WARP
     values = 4 * row_tiles
-    block_rows = FRAGMENT_ROWS * row_tiles
     pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
     scale_groups = 4 // pieces_a_scale if groups else 1
     scale_count = 2 * scale_groups
     scales_in_order = scale_groups * group_size == step_k
+    # scales are loaded a step before they are needed where registers are left for it
+    step_ahead = row_tiles < 8
     load_scales = _load_scales(group_size, pieces_a_scale) if groups else None
     multiply = _multiply_dense(dtype, row_tiles) if dense else _multiply_int8(dtype, row_tiles, pieces_a_scale)
     store = finish(dtype, epilogue)
@@ -318,6 +263,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
         parity = uint32(0)
         if warp == uint32(consumers):
             weight_at, x_at = tensor_map_address(weight_map), tensor_map_address(x_map)
+            prefetch_tensor_map(weight_at)
+            prefetch_tensor_map(x_at)
             while unit < end:
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(uint32(full + uint32(free_at - full_at)), uint32(parity ^ uint32(1)))
@@ -393,14 +340,19 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
                     if scales_in_order:
                         scale_rows[i] += uint64(uint32(step * uint32(4 * scale_groups)))
                 for i in range(scale_count):
+                    scale[i] = float32(0.0)
                     ahead[i] = float32(0.0)
-                load_scales(scale_rows, step, depth, ahead)
+                if step_ahead:
+                    load_scales(scale_rows, step, depth, ahead)
             unit = uint32(first_unit + last)
             while step < last:
                 if groups:
-                    for i in range(scale_count):
-                        scale[i] = ahead[i]
-                    load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
+                    if step_ahead:
+                        for i in range(scale_count):
+                            scale[i] = ahead[i]
+                        load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
+                    else:
+                        load_scales(scale_rows, step, depth, scale)
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(full, parity)
                 w = uint32(ring + uint32(stage * uint32(stage_bytes)))
