@@ -61,8 +61,8 @@ SWIZZLE_BYTES = 1024  # eight rows, after which the swizzle repeats: what boxes 
 X_BOX = 64  # columns of x a box: 128 bytes
 FRAGMENT_ROWS = 8  # of x
 FRAGMENT_COLUMNS = 16  # of y
+FRAGMENT_BYTES = FRAGMENT_COLUMNS * ROW_BYTES
 K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 rows
-TILE_N = 128
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
 MERGE_UNROLL = 4  # partial sums a thread has in flight
@@ -78,58 +78,77 @@ def _stage_bytes(weight, row_tiles, tile_n):
 
 
 @cache
-def _multiply_dense(dtype, row_tiles):
+def _multiply_dense(dtype, row_tiles, column_tiles):
     """multiply(w, x, w_lane, x_lane, constants, scale, sums): sums += the products of a stage, for one warp.
 
-    w, x: shared addresses of the warp's 16 rows and of x's box; w_lane, x_lane: ``_lane_offsets``.
+    w, x: shared addresses of the warp's rows of the weight and of x's boxes; w_lane, x_lane: where a lane reads in them.
+    sums: [column_tiles, row_tiles, 4].
     """
     update = ptx.mma_update(str(dtype))
+    words = 8 * column_tiles
 
     @cuda.jit(device=True, inline="always")
     def multiply(w, x, w_lane, x_lane, constants, scale, sums):
-        a = cuda.local.array(4, uint32)
+        a = cuda.local.array(words, uint32)
         for pair in range(2):
             for s in range(2):
-                words = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * (2 * pair + s)))))
-                for i in range(4):
-                    a[i] = words[i]
-                for t in range(row_tiles):
-                    # two fragments of x; the compiler keeps one load of the two
-                    b = ptx.ldmatrix_x4(uint32(x + (x_lane ^ uint32(64 * pair)) + uint32(t * SWIZZLE_BYTES)))
-                    update(sums, 4 * t, a, 0, b[2 * s], b[2 * s + 1])
+                for c in range(column_tiles):
+                    piece = uint32(K_PIECE * (2 * pair + s))
+                    found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES)))
+                    for i in range(4):
+                        a[4 * (s * column_tiles + c) + i] = found[i]
+            for t in range(row_tiles):
+                b = ptx.ldmatrix_x4(uint32(x + (x_lane ^ uint32(64 * pair)) + uint32(t * SWIZZLE_BYTES)))
+                for s in range(2):
+                    for c in range(column_tiles):
+                        update(sums, 4 * (c * row_tiles + t), a, 4 * (s * column_tiles + c), b[2 * s], b[2 * s + 1])
 
     return multiply
 
 
 @cache
-def _multiply_int8(dtype, row_tiles, pieces_a_scale):
-    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale (scale[2 · group + half of a fragment]), or 0."""
+def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
+    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, or 0.
+
+    scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for the stage's group q of 4 / pieces_a_scale.
+    """
     update = ptx.mma_update(str(dtype))
     widen = pairs_with(dtype)
     groups = pieces_a_scale > 0
     # without groups as many as keep the loop of rounds short enough to be unrolled
-    pieces = pieces_a_scale if groups else 1 if row_tiles < 4 else 2
+    pieces = pieces_a_scale if groups else 1 if row_tiles * column_tiles < 4 else 2
     rounds = ROW_BYTES // K_PIECE // pieces
-    words = 8 * pieces
+    words = 8 * pieces * column_tiles
     products = 2 * pieces
+    part_values, scale_count = 4 * column_tiles, 2 * column_tiles
 
     @cuda.jit(device=True, inline="always")
     def multiply(w, x, w_lane, x_lane, constants, scale, sums):
         a = cuda.local.array(words, uint32)
-        part = cuda.local.array(4, float32)
+        part = cuda.local.array(part_values, float32)
+        scale_here = cuda.local.array(scale_count, float32)
+        lane = ptx.lane_id()
         for r in range(rounds):
             for p in range(pieces):
-                found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ uint32(K_PIECE * (r * pieces + p)))))
-                for half in range(2):
-                    first = widen(found[2 * half], constants[0], constants[1])
-                    second = widen(found[2 * half + 1], constants[0], constants[1])
-                    a[8 * p + 4 * half] = first[0]
-                    a[8 * p + 4 * half + 1] = second[0]
-                    a[8 * p + 4 * half + 2] = first[1]
-                    a[8 * p + 4 * half + 3] = second[1]
+                for c in range(column_tiles):
+                    piece = uint32(K_PIECE * (r * pieces + p))
+                    found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES)))
+                    for half in range(2):
+                        first = widen(found[2 * half], constants[0], constants[1])
+                        second = widen(found[2 * half + 1], constants[0], constants[1])
+                        at = 4 * ((2 * p + half) * column_tiles + c)
+                        a[at] = first[0]
+                        a[at + 1] = second[0]
+                        a[at + 2] = first[1]
+                        a[at + 3] = second[1]
+            if groups:
+                for i in range(scale_count):
+                    scale_here[i] = scale[i]
+                    if rounds > 1:
+                        scale_here[i] = ptx.shfl_idx(scale[i], uint32(uint32(lane & uint32(28)) | uint32(r)))
             for t in range(row_tiles):
                 if groups:
-                    for i in range(4):
+                    for i in range(part_values):
                         part[i] = float32(0.0)
                 for p in range(products):
                     number = products * r + p  # of a product of 16 k: 32 bytes of a row of x, four of them a box
@@ -140,23 +159,26 @@ def _multiply_int8(dtype, row_tiles, pieces_a_scale):
                             + uint32(((number >> 2) * row_tiles + t) * SWIZZLE_BYTES)
                         )
                     )
-                    if groups:
-                        update(part, 0, a, 4 * p, b[0], b[1])
-                    else:
-                        update(sums, 4 * t, a, 4 * p, b[0], b[1])
+                    for c in range(column_tiles):
+                        if groups:
+                            update(part, 4 * c, a, 4 * (p * column_tiles + c), b[0], b[1])
+                        else:
+                            update(sums, 4 * (c * row_tiles + t), a, 4 * (p * column_tiles + c), b[0], b[1])
                 if groups:
-                    for i in range(4):
-                        sums[4 * t + i] = ptx.fma(part[i], scale[2 * r + (i >> 1)], sums[4 * t + i])
+                    for c in range(column_tiles):
+                        for i in range(4):
+                            at = 4 * (c * row_tiles + t) + i
+                            sums[at] = ptx.fma(part[4 * c + i], scale_here[2 * c + (i >> 1)], sums[at])
 
     return multiply
 
 
 @cache
-def _load_scales(group_size, pieces_a_scale):
-    """load(addresses, step, depth, scale): the scales of a lane's two rows at a step; addresses: of those of the step where
-    scales come one after another (group_size is what a scale has of a step), else of the rows' first ones.
+def _load_scales(group_size, pieces_a_scale, count):
+    """load(addresses, step, depth, scale): a lane's scales at a step (``_multiply_int8``), ``count`` rows.
 
-    Past the end of depth they stay as they are: x and the weight are zeros there. Addresses move on to the next step.
+    addresses: of its scales of this step where they come one after another, and moved on by a step; else of the rows' first ones.
+    Past the end of depth scales stay as they are: x and the weight are zeros there.
     """
     scale_groups = 4 // pieces_a_scale
     scale_columns = ROW_BYTES // scale_groups
@@ -164,16 +186,16 @@ def _load_scales(group_size, pieces_a_scale):
 
     @cuda.jit(device=True, inline="always")
     def load(addresses, step, depth, scale):
-        for g in range(scale_groups):
-            k = uint32(uint32(step * uint32(ROW_BYTES)) + uint32(g * scale_columns))
-            if k < depth:
-                for i in range(2):
-                    at = addresses[i] + uint64(4 * g)
-                    if not one_after_another:
-                        at = addresses[i] + uint64(uint32(uint32(k // uint32(group_size)) << uint32(2)))
-                    scale[2 * g + i] = ptx.ld_global_nc_f32(at)
+        group = uint32(ptx.lane_id() & uint32(scale_groups - 1))
+        k = uint32(uint32(step * uint32(ROW_BYTES)) + uint32(group * uint32(scale_columns)))
+        if k < depth:
+            for i in range(count):
+                at = addresses[i]
+                if not one_after_another:
+                    at += uint64(uint32(uint32(k // uint32(group_size)) << uint32(2)))
+                scale[i] = ptx.ld_global_nc_f32(at)
         if one_after_another:
-            for i in range(2):
+            for i in range(count):
                 addresses[i] += uint64(4 * scale_groups)
 
     return load
@@ -194,28 +216,31 @@ def _block_of(unit, share, extra):
     return uint32(extra + uint32(uint32(unit - longer) // share))
 
 
-def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, epilogue):
+def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, scale a group_size, a multiple of 32).
 
-    row_tiles: of 8 rows of x, all there are; tile_n: columns of y a tile, 16 a warp; one warp more brings them in.
+    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. One warp
+    more brings everything in.
     """
     dense, groups = weight == "dense", weight == "groups"
     step_k = step_columns(weight)
     x_boxes = step_k // X_BOX
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     tile_bytes = tile_n * ROW_BYTES
     x_box_bytes = row_tiles * SWIZZLE_BYTES
     stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
-    consumers = tile_n // FRAGMENT_COLUMNS
     consumer_threads = consumers * ptx.WARP
-    values = 4 * row_tiles
+    values = 4 * row_tiles * column_tiles
     pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
     scale_groups = 4 // pieces_a_scale if groups else 1
-    scale_count = 2 * scale_groups
+    scale_count = 2 * column_tiles
     scales_in_order = scale_groups * group_size == step_k
-    # scales are loaded a step before they are needed where registers are left for it
-    step_ahead = row_tiles < 8
-    load_scales = _load_scales(group_size, pieces_a_scale) if groups else None
-    multiply = _multiply_dense(dtype, row_tiles) if dense else _multiply_int8(dtype, row_tiles, pieces_a_scale)
+    load_scales = _load_scales(group_size, pieces_a_scale, scale_count) if groups else None
+    multiply = (
+        _multiply_dense(dtype, row_tiles, column_tiles)
+        if dense
+        else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale)
+    )
     store = finish(dtype, epilogue)
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
@@ -303,7 +328,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
         sums = cuda.local.array(values, float32)
         scale = cuda.local.array(scale_count, float32)
         ahead = cuda.local.array(scale_count, float32)
-        scale_rows = cuda.local.array(2, uint64)
+        scale_rows = cuda.local.array(scale_count, uint64)
         quad = uint32(lane & uint32(3))
         quad_row = uint32(lane >> uint32(2))
         # where a lane reads in its warp's rows and in x; pieces are exchanged by XOR with the row's last three bits
@@ -323,8 +348,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
                 + uint32(uint32(quad & uint32(1)) << uint32(3))
             )
         constants = widening_constants(uint32(base + uint32(constants_at)))
-        warp_bytes = uint32(warp * uint32(FRAGMENT_COLUMNS * ROW_BYTES))
-        warp_column = uint32(uint32(warp * uint32(FRAGMENT_COLUMNS)) + quad_row)
+        warp_bytes = uint32(warp * uint32(column_tiles * FRAGMENT_BYTES))
+        warp_column = uint32(uint32(warp * uint32(column_tiles * FRAGMENT_COLUMNS)) + quad_row)
         while unit < end:
             first_unit = uint32(unit - step)
             last = min(uint32(end - first_unit), steps)  # the step after this block's last one of the tile
@@ -334,25 +359,21 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
             for i in range(values):
                 sums[i] = float32(0.0)
             if groups:
-                for i in range(2):
+                for i in range(scale_count):
                     column = min(uint32(first_column + warp_column + uint32(8 * i)), columns - uint32(1))
                     scale_rows[i] = ptx.address(scales, int64(column) * scale_stride)
                     if scales_in_order:
-                        scale_rows[i] += uint64(uint32(step * uint32(4 * scale_groups)))
-                for i in range(scale_count):
-                    scale[i] = float32(0.0)
+                        in_step = uint32(quad & uint32(scale_groups - 1))
+                        first_scale = uint32(uint32(step * uint32(scale_groups)) + in_step)
+                        scale_rows[i] += uint64(uint32(first_scale << uint32(2)))
                     ahead[i] = float32(0.0)
-                if step_ahead:
-                    load_scales(scale_rows, step, depth, ahead)
+                load_scales(scale_rows, step, depth, ahead)
             unit = uint32(first_unit + last)
             while step < last:
                 if groups:
-                    if step_ahead:
-                        for i in range(scale_count):
-                            scale[i] = ahead[i]
-                        load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
-                    else:
-                        load_scales(scale_rows, step, depth, scale)
+                    for i in range(scale_count):
+                        scale[i] = ahead[i]
+                    load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(full, parity)
                 w = uint32(ring + uint32(stage * uint32(stage_bytes)))
@@ -367,34 +388,37 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
                     parity = uint32(parity ^ uint32(1))
 
             step = uint32(0)
-            for t in range(row_tiles):
-                for j in range(4):
-                    if dense:
-                        row = uint32(uint32(quad << uint32(1)) + uint32(8 * t + j % 2))
-                    else:
-                        # columns 2q, 2q + 1 of the fragment in the order of x_row
-                        place = uint32(uint32(quad << uint32(1)) + uint32(j % 2))
-                        row = uint32(
-                            uint32(uint32(place & uint32(3)) << uint32(1)) + uint32(place >> uint32(2)) + uint32(8 * t)
-                        )
-                    column = uint32(warp_column + uint32(8 * (j // 2)))
-                    y_column = uint32(first_column + column)
-                    if row < rows and y_column < columns:
-                        if whole:
-                            store(
-                                (sums[4 * t + j],),
-                                int64(y_column),
-                                scales,
-                                scale_stride,
-                                bias,
-                                residual,
-                                int64(row) * residual_stride + int64(y_column),
-                                out,
-                                int64(row) * out_stride + int64(y_column),
-                            )
+            for c in range(column_tiles):
+                for t in range(row_tiles):
+                    for j in range(4):
+                        if dense:
+                            row = uint32(uint32(quad << uint32(1)) + uint32(8 * t + j % 2))
                         else:
-                            at = uint32(uint32(uint32(slot * rows) + row) * uint32(tile_n)) + column
-                            partial[uint32(at)] = sums[4 * t + j]
+                            # columns 2q, 2q + 1 of the fragment in the order of x_row
+                            place = uint32(uint32(quad << uint32(1)) + uint32(j % 2))
+                            row = uint32(
+                                uint32(uint32(place & uint32(3)) << uint32(1))
+                                + uint32(place >> uint32(2))
+                                + uint32(8 * t)
+                            )
+                        column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
+                        y_column = uint32(first_column + column)
+                        if row < rows and y_column < columns:
+                            if whole:
+                                store(
+                                    (sums[4 * (c * row_tiles + t) + j],),
+                                    int64(y_column),
+                                    scales,
+                                    scale_stride,
+                                    bias,
+                                    residual,
+                                    int64(row) * residual_stride + int64(y_column),
+                                    out,
+                                    int64(row) * out_stride + int64(y_column),
+                                )
+                            else:
+                                at = uint32(uint32(uint32(slot * rows) + row) * uint32(tile_n)) + column
+                                partial[uint32(at)] = sums[4 * (c * row_tiles + t) + j]
             if not whole:
                 first_block = _block_of(first_unit, share, extra)
                 last_block = _block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
@@ -451,20 +475,26 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, tile_n, stages, e
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, tile_n=TILE_N, blocks_a_sm=1):
-    """rows up to MOST_ROWS; weight and group_size (0 where there is none) as ``matmul_stream_kernel``."""
+def plan(
+    rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, shape=(1, 8), ring_bytes=RING_BYTES, on_one=1
+):
+    """rows up to MOST_ROWS; weight and group_size (0 where there is none) as ``matmul_stream_kernel``.
+
+    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes.
+    """
+    column_tiles, consumers = shape
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     row_tiles = 1
     while FRAGMENT_ROWS * row_tiles < rows:
         row_tiles *= 2
     stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
-    stages = RING_BYTES // blocks_a_sm // stage_bytes
+    stages = ring_bytes // stage_bytes
     tiles, steps = cut(columns, depth, weight, tile_n)
-    blocks = min(sm_count * blocks_a_sm, tiles * steps)
+    blocks = min(sm_count * on_one, tiles * steps)
     # in front of the ring its mbarriers, and what is lost to alignment
     shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
-    constants = (dtype, weight, group_size, row_tiles, tile_n, stages, epilogue)
-    threads = (tile_n // FRAGMENT_COLUMNS + 1) * ptx.WARP
-    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), (threads, 1, 1), shared_bytes)
+    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue)
+    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
 
 
 def cut(columns, depth, weight, tile_n):
@@ -474,7 +504,8 @@ def cut(columns, depth, weight, tile_n):
 
 def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     """Launch what ``plan`` chose; arrays as ``matmul.multiply``, scales float32 [columns, groups] or None."""
-    _, kind, _, row_tiles, tile_n, _, _ = chosen.constants
+    _, kind, _, row_tiles, column_tiles, consumers, _, _ = chosen.constants
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     rows, depth = x.shape
     columns = weight.shape[0]
     tiles, steps = cut(columns, depth, kind, tile_n)
