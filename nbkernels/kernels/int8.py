@@ -12,7 +12,10 @@ constant is taken off:
 from functools import cache
 
 import numpy as np
+from llvmlite import ir
 from numba import cuda, types, uint32
+from numba.core import cgutils
+from numba.cuda.extending import intrinsic
 
 from nbkernels import ptx
 
@@ -63,6 +66,20 @@ def pairs_from_int8x4(dtype):
     return _bf16x2_pairs_from_int8x4 if str(dtype) == "bfloat16" else _f16x2_pairs_from_int8x4
 
 
+# ---- two fragments at once ----------------------------------------------------------------------------------------------
+
+# Asm from a word of four bytes to two of 16-bit floats, {low} and {high}; one, taken, … are set before
+_BFLOAT16 = (
+    ".reg .b32 spread, magnitude, offset, one; mov.b32 one, 0x3f803f80; ",
+    "prmt.b32 spread, {word}, {exponents}, {selector}; and.b32 magnitude, spread, 0xff7fff7f; "
+    "lop3.b32 offset, spread, {signs}, 0xc300c300, 0xea; fma.rn.bf16x2 {to}, magnitude, one, offset; ",
+)
+_FLOAT16 = (
+    ".reg .b32 biased, spread, taken; mov.b32 taken, 0x64806480; ",
+    "xor.b32 biased, {word}, 0x80808080; prmt.b32 spread, biased, 0x64646464, {selector}; sub.f16x2 {to}, spread, taken; ",
+)
+
+
 @cuda.jit(device=True, inline="always")
 def leave_widening_constants(shared):
     """Write the 8 bytes for ``widening_constants`` to a shared address; a barrier lies between."""
@@ -72,7 +89,7 @@ def leave_widening_constants(shared):
 
 @cuda.jit(device=True, inline="always")
 def widening_constants(shared):
-    """(exponents, signs) of ``pairs_with``, from memory so that the assembler takes them for variables.
+    """(exponents, signs) of ``fragments_from_int8``, from memory so that the assembler takes them for variables.
 
     An instruction holds one constant; where two are needed the assembler makes the second anew each time, which is a third of all
     instructions.
@@ -80,38 +97,42 @@ def widening_constants(shared):
     return ptx.ld_shared(shared), ptx.ld_shared(uint32(shared + uint32(4)))
 
 
-def _halves(lines):
-    """Asm of both halves of a word: {0} is 0 or 1, {1} the selector of its bytes under the exponents."""
-    return "".join(lines.format(half, selector) for half, selector in enumerate(("0x4140", "0x4342")))
-
-
-_PAIRS = types.UniTuple(uint32, 2)(uint32, uint32, uint32)
-
-
-@ptx.instruction(
-    _PAIRS,
-    "{ .reg .b32 spread, low, offset, one; mov.b32 one, 0x3f803f80; "
-    + _halves(
-        "prmt.b32 spread, $2, $3, {1}; and.b32 low, spread, 0xff7fff7f; lop3.b32 offset, spread, $4, 0xc300c300, 0xea; "
-        "fma.rn.bf16x2 ${0}, low, one, offset; "
-    )
-    + "}",
-)
-def _bf16x2_pairs_with(word, exponents, signs):
-    """As _bf16x2_pairs_from_int8x4; one piece of text, so that loops around it are short for the compilers."""
-
-
-@ptx.instruction(
-    _PAIRS,
-    "{ .reg .b32 biased, spread, taken; mov.b32 taken, 0x64806480; xor.b32 biased, $2, 0x80808080; "
-    + _halves("prmt.b32 spread, biased, 0x64646464, {1}; sub.f16x2 ${0}, spread, taken; ")
-    + "}",
-)
-def _f16x2_pairs_with(word, exponents, signs):
-    """As _f16x2_pairs_from_int8x4."""
-
-
 @cache
-def pairs_with(dtype):
-    """widen(word, exponents, signs): as ``pairs_from_int8x4``, with ``widening_constants``."""
-    return _bf16x2_pairs_with if str(dtype) == "bfloat16" else _f16x2_pairs_with
+def fragments_from_int8(dtype):
+    """fragments(a, at, row_address, exponents, signs): 16 rows of 32 bytes in shared memory -> two fragments of m16n8k16.
+
+    a[at : at + 4] and a[at + 4 : at + 8] (a local array) become the a of products with 16 k each, of which lane q of a quad has
+    four consecutive ones, 4q to 4q + 3, in place of 2q, 2q + 1, 2q + 8, 2q + 9: b must have them so too. row_address as for
+    ldmatrix_x4: matrices are rows 0 to 7 and 8 to 15 of the first 16 bytes, then of the others.
+    """
+    setup, widen = _BFLOAT16 if str(dtype) == "bfloat16" else _FLOAT16
+    lines = ["{ .reg .b32 w0, w1, w2, w3; ", setup, "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {w0, w1, w2, w3}, [$8]; "]
+    for half in range(2):
+        for word in range(4):  # a0 and a1 hold the first two k of both rows, a2 and a3 the others
+            lines.append(
+                widen.format(
+                    word=f"w{2 * half + word % 2}",
+                    selector=("0x4140", "0x4342")[word // 2],
+                    to=f"${4 * half + word}",
+                    exponents="$9",
+                    signs="$10",
+                )
+            )
+    text = "".join([*lines, "}"])
+    word = ir.IntType(32)
+    loaded = ir.FunctionType(ir.LiteralStructType([word] * 8), [word] * 3)
+
+    @intrinsic
+    def fragments(typingctx, a, at, row_address, exponents, signs):
+        def emit(context, builder, signature, arguments):
+            a, at, *inputs = arguments
+            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, a).data
+            asm = ir.InlineAsm(loaded, text, ",".join(["=&r"] * 8 + ["r"] * 3 + ["~{memory}"]), side_effect=True)
+            found = builder.call(asm, inputs, attrs=("convergent", "nounwind"))
+            for i in range(8):
+                builder.store(builder.extract_value(found, i), builder.gep(data, [builder.add(at, ir.IntType(64)(i))]))
+            return context.get_dummy_value()
+
+        return types.void(a, types.int64, uint32, uint32, uint32), emit
+
+    return fragments

@@ -33,7 +33,7 @@ from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.epilogue import finish
-from nbkernels.kernels.int8 import leave_widening_constants, pairs_with, widening_constants
+from nbkernels.kernels.int8 import fragments_from_int8, leave_widening_constants, widening_constants
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -65,6 +65,7 @@ FRAGMENT_BYTES = FRAGMENT_COLUMNS * ROW_BYTES
 K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 rows
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
+MOST_DIRECT = 32  # sums a lane that an epilogue takes out of registers
 MERGE_UNROLL = 4  # partial sums a thread has in flight
 
 
@@ -108,69 +109,71 @@ def _multiply_dense(dtype, row_tiles, column_tiles):
 
 @cache
 def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
-    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, or 0.
+    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, 0 without groups.
 
-    scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for the stage's group q of 4 / pieces_a_scale.
+    scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for round q; a round is the pieces with one scale.
     """
     update = ptx.mma_update(str(dtype))
-    widen = pairs_with(dtype)
+    fragments = fragments_from_int8(dtype)
     groups = pieces_a_scale > 0
-    # without groups as many as keep the loop of rounds short enough to be unrolled
-    pieces = pieces_a_scale if groups else 1 if row_tiles * column_tiles < 4 else 2
+    pieces = pieces_a_scale if groups else 1
     rounds = ROW_BYTES // K_PIECE // pieces
+    pairs = rounds // 2
     words = 8 * pieces * column_tiles
     products = 2 * pieces
     part_values, scale_count = 4 * column_tiles, 2 * column_tiles
 
     @cuda.jit(device=True, inline="always")
-    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
+    def one(r, w, x, w_lane, x_lane, constants, scale, sums):
+        """Round r, a constant."""
         a = cuda.local.array(words, uint32)
         part = cuda.local.array(part_values, float32)
         scale_here = cuda.local.array(scale_count, float32)
-        lane = ptx.lane_id()
-        for r in range(rounds):
-            for p in range(pieces):
-                for c in range(column_tiles):
-                    piece = uint32(K_PIECE * (r * pieces + p))
-                    found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES)))
-                    for half in range(2):
-                        first = widen(found[2 * half], constants[0], constants[1])
-                        second = widen(found[2 * half + 1], constants[0], constants[1])
-                        at = 4 * ((2 * p + half) * column_tiles + c)
-                        a[at] = first[0]
-                        a[at + 1] = second[0]
-                        a[at + 2] = first[1]
-                        a[at + 3] = second[1]
+        for p in range(pieces):
+            for c in range(column_tiles):
+                piece = uint32(K_PIECE * (r * pieces + p))
+                at = uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES))
+                fragments(a, 8 * (p * column_tiles + c), at, constants[0], constants[1])
+        if groups:
+            for i in range(scale_count):
+                scale_here[i] = scale[i]
+                if rounds > 1:
+                    quad_start = uint32(ptx.lane_id() & uint32(28))
+                    scale_here[i] = ptx.shfl_idx(scale[i], uint32(quad_start | uint32(r)))
+        for t in range(row_tiles):
             if groups:
-                for i in range(scale_count):
-                    scale_here[i] = scale[i]
-                    if rounds > 1:
-                        scale_here[i] = ptx.shfl_idx(scale[i], uint32(uint32(lane & uint32(28)) | uint32(r)))
-            for t in range(row_tiles):
-                if groups:
-                    for i in range(part_values):
-                        part[i] = float32(0.0)
-                for p in range(products):
-                    number = products * r + p  # of a product of 16 k: 32 bytes of a row of x, four of them a box
-                    b = ptx.ld_shared_v2(
-                        uint32(
-                            x
-                            + (x_lane ^ uint32((number & 3) << 5))
-                            + uint32(((number >> 2) * row_tiles + t) * SWIZZLE_BYTES)
-                        )
-                    )
-                    for c in range(column_tiles):
-                        if groups:
-                            update(part, 4 * c, a, 4 * (p * column_tiles + c), b[0], b[1])
-                        else:
-                            update(sums, 4 * (c * row_tiles + t), a, 4 * (p * column_tiles + c), b[0], b[1])
-                if groups:
-                    for c in range(column_tiles):
-                        for i in range(4):
-                            at = 4 * (c * row_tiles + t) + i
-                            sums[at] = ptx.fma(part[4 * c + i], scale_here[2 * c + (i >> 1)], sums[at])
+                for i in range(part_values):
+                    part[i] = float32(0.0)
+            for p in range(products):
+                number = products * r + p  # of a product of 16 k: 32 bytes of a row of x, four of them a box
+                box = number >> 2
+                b = ptx.ld_shared_v2(
+                    uint32(x + (x_lane ^ uint32((number & 3) << 5)) + uint32((box * row_tiles + t) * SWIZZLE_BYTES))
+                )
+                for c in range(column_tiles):
+                    at = 8 * ((p >> 1) * column_tiles + c) + 4 * (p & 1)
+                    if groups:
+                        update(part, 4 * c, a, at, b[0], b[1])
+                    else:
+                        update(sums, 4 * (c * row_tiles + t), a, at, b[0], b[1])
+            if groups:
+                for c in range(column_tiles):
+                    for i in range(4):
+                        to = 4 * (c * row_tiles + t) + i
+                        sums[to] = ptx.fma(part[4 * c + i], scale_here[2 * c + (i >> 1)], sums[to])
 
-    return multiply
+    # two rounds by name: the compiler doesn't always unroll a loop as long as this
+    @cuda.jit(device=True, inline="always")
+    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
+        for pair in range(pairs):
+            one(2 * pair, w, x, w_lane, x_lane, constants, scale, sums)
+            one(2 * pair + 1, w, x, w_lane, x_lane, constants, scale, sums)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_at_once(w, x, w_lane, x_lane, constants, scale, sums):
+        one(0, w, x, w_lane, x_lane, constants, scale, sums)
+
+    return multiply if pairs else multiply_at_once
 
 
 @cache
@@ -242,6 +245,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
         else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale)
     )
     store = finish(dtype, epilogue)
+    # with more the compiler leaves the sums in memory: the loop that writes them is too long
+    direct = values <= MOST_DIRECT
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
 
@@ -404,7 +409,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                         column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
                         y_column = uint32(first_column + column)
                         if row < rows and y_column < columns:
-                            if whole:
+                            if direct and whole:
                                 store(
                                     (sums[4 * (c * row_tiles + t) + j],),
                                     int64(y_column),
@@ -419,7 +424,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                             else:
                                 at = uint32(uint32(uint32(slot * rows) + row) * uint32(tile_n)) + column
                                 partial[uint32(at)] = sums[4 * (c * row_tiles + t) + j]
-            if not whole:
+            if not direct or not whole:
                 first_block = _block_of(first_unit, share, extra)
                 last_block = _block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
                 flag = uint32(base + uint32(flag_at))
@@ -469,6 +474,9 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                                 int64(row) * out_stride + int64(y_column),
                             )
                         number = uint32(number + uint32(consumer_threads))
+                if not direct:
+                    # the block's next tile may be left in the same place
+                    barrier_sync(uint32(1), uint32(consumer_threads))
             tile = uint32(tile + uint32(1))
 
     return matmul_stream
@@ -512,7 +520,8 @@ def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     blocks = chosen.grid[0]
     share, extra = divmod(tiles * steps, blocks)
     partial = counters = None
-    if extra or share % steps:
+    direct = 4 * row_tiles * column_tiles <= MOST_DIRECT
+    if not direct or extra or share % steps:
         partial = memory.empty((2 * blocks * rows * tile_n,), np.dtype(np.float32), stream)
         counters = memory.counters(tiles, stream)
     launch(
