@@ -188,6 +188,11 @@ def test_plan_picks_it(rows, columns, depth, dtype, aligned, streams):
 @pytest.mark.parametrize("weight, group_size", [("dense", 0), ("rows", 0), ("groups", 32)])
 def test_every_plan_fits(weight, group_size):
     for rows in (1, 8, 9, 32, 33, 64):
-        chosen = matmul_stream.plan(rows, 4096, 4096, BF16, weight, group_size, Epilogue(), 132)
+        chosen = matmul_stream.plan(rows, 6144, 4096, BF16, weight, group_size, Epilogue(), 132)
         stages = chosen.constants[6]
         assert stages >= 4 and chosen.shared_bytes <= 227 * 1024 and chosen.grid == (132, 1, 1)
+
+
+def test_parts_of_one_tile_where_that_takes_no_longer():
+    # 32 tiles of 32 steps: 8 steps a block, at most, either way
+    assert matmul_stream.plan(1, 4096, 4096, BF16, "rows", 0, Epilogue(), 132).grid == (128, 1, 1)

@@ -428,17 +428,16 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                 first_block = _block_of(first_unit, share, extra)
                 last_block = _block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
                 flag = uint32(base + uint32(flag_at))
-                ptx.fence_gpu()
                 barrier_sync(uint32(1), uint32(consumer_threads))
                 if thread == uint32(0):
                     counter = ptx.address(counters, int64(tile))
+                    # it orders what the block has written, and what it reads after the next barrier
                     came = uint32(ptx.atomic_add(counter, uint32(1)))
                     if came == uint32(last_block - first_block):
                         ptx.st_global(counter, uint32(0))  # for the next launch
                     ptx.st_shared(flag, came)
                 barrier_sync(uint32(1), uint32(consumer_threads))
                 if ptx.ld_shared(flag) == uint32(last_block - first_block):
-                    ptx.fence_gpu()
                     number = thread
                     here = uint32(rows * uint32(tile_n))
                     while number < here:
@@ -499,6 +498,10 @@ def plan(
     stages = ring_bytes // stage_bytes
     tiles, steps = cut(columns, depth, weight, tile_n)
     blocks = min(sm_count * on_one, tiles * steps)
+    most = -(-tiles * steps // blocks)
+    if steps % most == 0:
+        # nobody has more to do than before, and no block has parts of two tiles
+        blocks = tiles * steps // most
     # in front of the ring its mbarriers, and what is lost to alignment
     shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
     constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue)

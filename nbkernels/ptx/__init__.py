@@ -40,7 +40,6 @@ from nbkernels.ptx.memory import (
     cp_async_16_zfill,
     cp_async_commit,
     cp_async_wait,
-    fence_gpu,
     ld_global,
     ld_global_nc,
     ld_global_nc_f32,

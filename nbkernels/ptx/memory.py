@@ -143,12 +143,11 @@ def st_global_v4_f32(address, a, b, c, d):
 
 @instruction(uint32(uint64, uint32), "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", effect="writes")
 def atomic_add(address, a):
-    """Add to a word of global memory -> what it held before. Orders this thread's accesses before and after it on the GPU."""
+    """Add to a word of global memory -> what it held before.
 
-
-@instruction(void(), "fence.acq_rel.gpu;", effect="writes")
-def fence_gpu():
-    """Order what this thread, and who it has met at a barrier, wrote before it and what they read after it, on the GPU."""
+    For the whole GPU it comes after what this thread, and those it has met at a barrier, wrote before, and before what it, and
+    those it meets at the next barrier, read.
+    """
 
 
 @instruction(float32(uint64), "ld.relaxed.gpu.global.f32 $0, [$1];", effect="writes")
