@@ -68,7 +68,7 @@ def pairs_from_int8x4(dtype):
 
 # ---- two fragments at once ----------------------------------------------------------------------------------------------
 
-# Asm from a word of four bytes to two of 16-bit floats, {low} and {high}; one, taken, … are set before
+# Asm, its registers and then from two bytes of {word} to a word {to} of two 16-bit floats: the arithmetic above
 _BFLOAT16 = (
     ".reg .b32 spread, magnitude, offset, one; mov.b32 one, 0x3f803f80; ",
     "prmt.b32 spread, {word}, {exponents}, {selector}; and.b32 magnitude, spread, 0xff7fff7f; "

@@ -67,7 +67,7 @@ class Arena:
 
     def __init__(self):
         self.idle = {}  # rounded bytes -> blocks
-        self.counters = None
+        self.counters = []
 
     def take(self, nbytes, stream):
         """An owner of at least nbytes."""
@@ -164,35 +164,38 @@ def zeros(shape, dtype):
     return array
 
 
-_counters = {}  # stream handle -> DeviceArray
+_counters = {}  # stream handle -> arrays, the last the largest
 
 
 def counters(count, stream):
     """At least ``count`` uint32 zeros for the blocks of a launch on a stream handle to meet by; the launch leaves zeros behind.
 
-    They are shared by all launches of the stream, one after the other, or of the arena in force.
+    All launches of a stream share them, since they come one after the other; so do those with one arena.
     """
-    arena = _arena.get()
     if current().kind == "emulator":  # a launch that ended in an error leaves anything behind
         return zeros((count,), np.uint32)
-    kept = _counters.get(stream) if arena is None else arena.counters
-    if kept is not None and kept.shape[0] >= count:
-        return kept
+    arena = _arena.get()
+    # a graph may be replayed beside the stream that it was captured on, and so has counters of its own
+    kept = None
+    if arena is not None:
+        kept = arena.counters
+    elif stream not in SHARED_HANDLES and not _is_capturing(stream):
+        kept = _counters.setdefault(stream, [])
+    if kept and kept[-1].shape[0] >= count:
+        return kept[-1]
     made = empty((max(count, LEAST_COUNTERS),), np.uint32, stream)
     with use_stream(stream):
         fill_bytes(made, 0)
-    if arena is not None:
-        arena.counters = made
-    elif stream not in SHARED_HANDLES and not _is_capturing(stream):  # else they are this launch's own
-        _counters[stream] = made
+    if kept is not None:
+        kept.append(made)  # beside the smaller ones, which graphs may go on to use
     return made
 
 
 def _is_capturing(stream):
-    """Whether what is asked of a stream handle becomes part of a graph."""
+    """Whether what is asked of a stream handle becomes part of a graph; the legacy default stream's never does."""
     from cuda.bindings import driver
 
-    return int(check(driver.cuStreamIsCapturing(stream))[0]) != 0
+    return stream != 0 and int(check(driver.cuStreamIsCapturing(stream))[0]) != 0
 
 
 def fill_bytes(array, value):
