@@ -11,7 +11,7 @@ from nbkernels.arrays import Int8Weight
 from nbkernels.kernels import matmul, matmul_stream
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import emulated, memory
-from nbkernels.launch.device import DeviceError, cuda_device
+from nbkernels.launch.device import DeviceError, cuda_device, current
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
@@ -118,6 +118,31 @@ def test_rows_do_not_depend_on_the_batch(hopper, group_size):
     for rows in (1, 9, 17):
         alone = to_host(product(x[:rows], weight))
         np.testing.assert_array_equal(alone.view(np.uint8), together[:rows].view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "rows, columns, depth, group_size, shape, on_one",
+    [
+        pytest.param(60, 700, 192, None, (2, 4), 1, id="sums of whole tiles and cut ones through memory"),
+        pytest.param(10, 300, 200, "dense", (2, 4), 1, id="two fragments a warp, dense"),
+        pytest.param(3, 300, 336, 64, (2, 8), 1, id="two fragments a warp, groups"),
+        pytest.param(3, 300, 336, None, (1, 4), 2, id="two blocks a multiprocessor"),
+    ],
+)
+def test_other_shapes_of_a_block(hopper, rows, columns, depth, group_size, shape, on_one):
+    x, weight = operands(rows, columns, depth, BF16, group_size)
+    kind = {"dense": "dense", None: "rows"}.get(group_size, "groups")
+    size = group_size if kind == "groups" else 0
+    epilogue = Epilogue(row_scale=kind == "rows")
+    device = current()
+    ring_bytes = matmul_stream.RING_BYTES // on_one
+    chosen = matmul_stream.plan(
+        rows, columns, depth, BF16, kind, size, epilogue, device.sm_count, shape, ring_bytes, on_one
+    )
+    values, scales = (weight, None) if kind == "dense" else (weight.values, to_device(weight.scales))
+    out = poisoned((rows, columns), BF16)
+    matmul_stream.launch_plan(chosen, to_device(x), to_device(values), scales, None, None, out, device, 0)
+    assert relative_error(out, exact(x, weight)) < BOUND[BF16]
 
 
 def test_nan_and_infinity_stay_in_their_row(hopper):
