@@ -9,20 +9,29 @@ Five kernels share the work, each a file of its own, for dense and int8 weights 
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
                      matmul_wgmma: the same on sm_90a
 
-Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for sm_90a. A product over
-no columns is 0, by matmul_lanes.
+and on sm_90, from 17 to 64 rows (int8: up to 64) of 16 bits times a large weight, matmul_stream: at the speed of memory.
+
+Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for many rows on sm_90a. A
+product over no columns is 0, by matmul_lanes.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_tiles, matmul_wgmma
+from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_stream, matmul_tiles, matmul_wgmma
 from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch.launcher import launch
+from nbkernels.launch.tensor_map import describes
 
 # Up to here passes of 16 rows over the weight, the second of which finds it in L2, beat tiles that would stand mostly empty.
 NARROW_ROWS = 32
+# Of a weight, from which on a ring of bulk copies pays: below it a block's few steps end before the ring is full.
+STREAM_BYTES = 2 * 2**20
+# Up to 16 rows matmul_narrow reads a dense weight as fast, and a less deep one faster, since a block finishes more of its sums.
+STREAM_DEPTH = 1024
+# Rows of one pass of matmul_narrow.
+FEW_ROWS = 16
 # The same for multiply-adds, eight rows a pass.
 LANES_ROWS = 16
 
@@ -31,13 +40,15 @@ LANES_ROWS = 16
 class Alignment:
     """What the addresses of a call's arrays allow; each is a kernel's condition, and described there.
 
-    fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks.
+    fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks;
+    maps: matmul_stream, and that the architecture is the one it is for.
     """
 
     fragments: bool
     pieces: bool
     pairs: bool
     quads: bool
+    maps: bool = False
 
 
 def _rows_aligned(array, nbytes):
@@ -45,8 +56,8 @@ def _rows_aligned(array, nbytes):
     return array.pointer % nbytes == 0 and array.strides[0] * array.itemsize % nbytes == 0
 
 
-def alignment(x, weight, bias, residual, out):
-    """The Alignment of a call; weight [columns, depth] dense or int8."""
+def alignment(x, weight, bias, residual, out, arch):
+    """The Alignment of a call on an architecture; weight [columns, depth] dense or int8."""
     depth = x.shape[1]
     x_aligned = _rows_aligned(x, 16)
     return Alignment(
@@ -58,6 +69,7 @@ def alignment(x, weight, bias, residual, out):
         and (bias is None or bias.pointer % 4 == 0)
         and out.itemsize == 2,
         quads=x_aligned and depth % matmul_lanes.WIDTH == 0 and _rows_aligned(weight, 4 * weight.itemsize),
+        maps=arch == "sm_90a" and describes(x) and describes(weight),
     )
 
 
@@ -66,6 +78,10 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
     """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0."""
     # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
     if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
+        large = columns * depth * (2 if weight == "dense" else 1) >= STREAM_BYTES
+        deep = rows > FEW_ROWS or (weight != "dense" and depth >= STREAM_DEPTH)
+        if rows <= matmul_stream.MOST_ROWS and large and deep and aligned.maps:
+            return matmul_stream.plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count)
         # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
         few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
         if few and aligned.fragments:
@@ -90,11 +106,14 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     rows, depth = x.shape
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
-    aligned = alignment(x, weight, bias, residual, out)
+    aligned = alignment(x, weight, bias, residual, out, device.arch)
     if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device):
         matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream)
         return
     chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count)
+    if chosen.factory is matmul_stream.matmul_stream_kernel:
+        matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
+        return
     launch(
         chosen,
         (

@@ -14,9 +14,11 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, contiguous_strides, library
 from nbkernels.launch.device import DeviceError, current
 from nbkernels.launch.launcher import check
-from nbkernels.launch.replay import forbid, note_allocation
+from nbkernels.launch.replay import forbid, note_allocation, note_kept
 
 _stream = ContextVar("nbkernels_stream", default=0)
+SHARED_HANDLES = (2,)  # handles that mean another stream in each thread: CU_STREAM_PER_THREAD
+LEAST_COUNTERS = 4096
 
 
 def current_stream(x=None):
@@ -66,6 +68,7 @@ class Arena:
 
     def __init__(self):
         self.idle = {}  # rounded bytes -> blocks
+        self.counters = []
 
     def take(self, nbytes, stream):
         """An owner of at least nbytes."""
@@ -161,6 +164,41 @@ def zeros(shape, dtype):
     array = empty(shape, dtype)
     fill_bytes(array, 0)
     return array
+
+
+_counters = {}  # stream handle -> arrays, the last the largest
+
+
+def counters(count, stream):
+    """At least ``count`` uint32 zeros for the blocks of a launch on a stream handle to meet by; the launch leaves zeros behind.
+
+    All launches of a stream share them, since they come one after the other; so do those with one arena.
+    """
+    if current().kind == "emulator":  # a launch that ended in an error leaves anything behind
+        return zeros((count,), np.uint32)
+    arena = _arena.get()
+    # a graph may be replayed beside the stream that it was captured on, and so has counters of its own
+    kept = None
+    if arena is not None:
+        kept = arena.counters
+    elif stream not in SHARED_HANDLES and not _is_capturing(stream):
+        kept = _counters.setdefault(stream, [])
+    if kept and kept[-1].shape[0] >= count:
+        note_kept(kept[-1], stream)
+        return kept[-1]
+    made = empty((max(count, LEAST_COUNTERS),), np.uint32, stream)
+    with use_stream(stream):
+        fill_bytes(made, 0)
+    if kept is not None:
+        kept.append(made)  # beside the smaller ones, which graphs may go on to use
+    return made
+
+
+def _is_capturing(stream):
+    """Whether what is asked of a stream handle becomes part of a graph; the legacy default stream's never does."""
+    from cuda.bindings import driver
+
+    return stream != 0 and int(check(driver.cuStreamIsCapturing(stream))[0]) != 0
 
 
 def fill_bytes(array, value):

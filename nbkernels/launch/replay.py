@@ -87,10 +87,11 @@ def _driver():
 class _Launch:
     """One kernel launch with arguments of its own.
 
-    slots: (place among the arguments, which operand's address it is); maps: (a tensor map, which operand it describes).
+    slots: (place among the arguments, which operand's address it is, bytes behind it). maps: (a tensor map, where its bytes lie,
+    which operand it describes).
     """
 
-    def __init__(self, kernel, plan, arguments, operands, kept):
+    def __init__(self, kernel, plan, arguments, operands, scratch, kept):
         count = max(len(arguments), 1)
         self.slots, self.maps = [], []
         self.kernel = kernel  # it stays loaded while it may be launched
@@ -108,8 +109,10 @@ class _Launch:
                 floats[2 * i] = argument
                 continue
             self.values[i] = argument & 0xFFFFFFFFFFFFFFFF
-            if argument >= _ADDRESSES_FROM and argument not in kept:
-                self.slots.append((i, operands.index(argument)))  # ValueError where it is no operand's address
+            if argument < _ADDRESSES_FROM or argument in kept:
+                continue
+            inside = next((a for a, nbytes in scratch.items() if a < argument < a + nbytes), argument)
+            self.slots.append((i, operands.index(inside), argument - inside))  # ValueError where it is no operand's
         self.config = _Config(*plan.grid, *plan.block, plan.shared_bytes)
         self.call = (
             ctypes.c_void_p(ctypes.addressof(self.config)),
@@ -152,7 +155,7 @@ class _Record:
             operands.append(address)
             make = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=first.device)
             self.new.append(lambda first, make=make: make())
-        self.launches = [_Launch(*launch, operands, note.kept) for launch in note.launches]
+        self.launches = [_Launch(*launch, operands, note.allocations, note.kept) for launch in note.launches]
         self.kept = note.kept
         self.only_stream = next((stream for _, stream in note.kept.values()), None)
         self.out = next((i for i, t in enumerate(tensors) if t is out), None) if out is not None else None
@@ -187,8 +190,8 @@ class _Record:
         with self.lock:
             for launch in self.launches:
                 values = launch.values
-                for slot, operand in launch.slots:
-                    values[slot] = pointers[operand]
+                for slot, operand, behind in launch.slots:
+                    values[slot] = pointers[operand] + behind
                 for _, described, operand in launch.maps:
                     replace_address(described, ctypes.c_void_p(pointers[operand]))
                 launch.config.stream = stream

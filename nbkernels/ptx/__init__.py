@@ -34,6 +34,7 @@ from nbkernels.ptx.convert import (
 )
 from nbkernels.ptx.memory import (
     address,
+    atomic_add,
     cp_async_4_zfill,
     cp_async_16,
     cp_async_16_zfill,
@@ -41,9 +42,11 @@ from nbkernels.ptx.memory import (
     cp_async_wait,
     ld_global,
     ld_global_nc,
+    ld_global_nc_f32,
     ld_global_nc_v2,
     ld_global_nc_v4,
     ld_global_nc_v4_f32,
+    ld_global_relaxed_f32,
     ld_global_stream_v2,
     ld_global_stream_v4,
     ld_global_v2,
@@ -60,6 +63,7 @@ from nbkernels.ptx.memory import (
     ldmatrix_x4,
     ldmatrix_x4_trans,
     movmatrix_trans,
+    prefetch_l2,
     shared_address,
     st_global,
     st_global_stream_v4,

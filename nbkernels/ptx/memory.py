@@ -92,6 +92,11 @@ def ld_global_nc(address):
     """Four bytes of data that nobody writes during the kernel."""
 
 
+@instruction(float32(uint64), "ld.global.nc.f32 $0, [$1];", effect="reads")
+def ld_global_nc_f32(address):
+    """A float32 that nobody writes during the kernel."""
+
+
 @instruction(floats4(uint64), "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", effect="reads")
 def ld_global_v4_f32(address):
     """Four float32, through L1 and L2."""
@@ -131,6 +136,28 @@ def st_global(address, a):
 )
 def st_global_v4_f32(address, a, b, c, d):
     """Four float32."""
+
+
+# ---- between blocks -----------------------------------------------------------------------------------------------------
+
+
+@instruction(uint32(uint64, uint32), "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", effect="writes")
+def atomic_add(address, a):
+    """Add to a word of global memory -> what it held before.
+
+    For the whole GPU it comes after what this thread, and those it has met at a barrier, wrote before, and before what it, and
+    those it meets at the next barrier, read.
+    """
+
+
+@instruction(float32(uint64), "ld.relaxed.gpu.global.f32 $0, [$1];", effect="writes")
+def ld_global_relaxed_f32(address):
+    """A float32 that another block may have written: never from this multiprocessor's own cache."""
+
+
+@instruction(void(uint64), "prefetch.global.L2 [$0];", effect="writes")
+def prefetch_l2(address):
+    """Fetch the line of this address into L2, for a load to come."""
 
 
 # ---- shared loads and stores -------------------------------------------------------------------------------------------

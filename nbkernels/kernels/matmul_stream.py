@@ -1,0 +1,553 @@
+"""Few rows times a dense or int8 weight at the speed of memory: the weight streams through a ring of bulk copies (sm_90).
+
+    y[m, n] = epilogue(sum_k x[m, k] · w[n, k])
+
+About one block a multiprocessor lives for the whole product. One of its warps asks for boxes of the weight, tile_n rows of 128
+bytes, and of x, long before they are needed; the others multiply what has come, 16 rows of the weight (columns of y) a warp, on
+the tensor cores: the weight is the left side, eight rows of x are the narrow right side.
+
+    ring of stages:   |w, x step s| s + 1 | s + 2 | … on their way … | s + stages - 1 |      about 200 KB in flight
+                       16 weight rows x 128 bytes a warp
+
+A unit is a tile of columns and one step along k. The units, tile by tile, are cut into equal ranges, one a block ("Stream-K",
+Osama et al. 2023), so that every multiprocessor reads equally much:
+
+    tile 0   |  block 0     |  block 1 |
+    tile 1   |block 1 |  block 2       |       block 1 has the end of tile 0 and the beginning of tile 1
+    tile 2   |  block 3     | block 4 …
+
+Blocks that share a tile leave float32 sums in memory, and the last to come (it counts them) adds these in the order of k.
+
+int8 as in ``matmul_tiles``: ldmatrix brings four consecutive k of a weight row to a lane, which become the lane's two words of a
+16-bit fragment, and x's fragment is read in the same order of k. With a scale a group of columns, products of a group are summed
+from zero and then added times the scale, in float32.
+
+How k is cut depends on the weight and the GPU alone: a row of y has the same bits whatever stands in the other rows, and however
+many.
+"""
+
+from functools import cache, lru_cache
+
+import numpy as np
+from numba import cuda, float32, int64, uint8, uint32, uint64
+
+from nbkernels import ptx
+from nbkernels.kernels.epilogue import finish
+from nbkernels.launch import memory
+from nbkernels.launch.compile import kernel
+from nbkernels.launch.launcher import Plan, launch
+from nbkernels.launch.tensor_map import tensor_map
+from nbkernels.ptx.bulk import (
+    EVICT_FIRST,
+    prefetch_tensor_map,
+    tensor_load_2d,
+    tensor_load_2d_hint,
+    tensor_map_address,
+)
+from nbkernels.ptx.bulk import tensor_map as tensor_map_type
+from nbkernels.ptx.mbarrier import (
+    barrier_sync,
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from nbkernels.ptx.widen import fragments_from_int8, leave_widening_constants, widening_constants
+
+MOST_ROWS = 64
+ROW_BYTES = 128  # of a box: the swizzle's width
+SWIZZLE_BYTES = 1024  # eight rows, after which the swizzle repeats: what boxes are aligned to
+X_BOX = 64  # columns of x a box: 128 bytes
+FRAGMENT_ROWS = 8  # of x
+FRAGMENT_COLUMNS = 16  # of y
+FRAGMENT_BYTES = FRAGMENT_COLUMNS * ROW_BYTES
+K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 rows
+# memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
+RING_BYTES = 200 * 1024
+MOST_DIRECT = 32  # sums a lane that an epilogue takes out of registers
+MERGE_UNROLL = 4  # partial sums a thread has in flight
+
+
+def step_columns(weight):
+    """k of a step: ROW_BYTES of a weight row."""
+    return ROW_BYTES // (2 if weight == "dense" else 1)
+
+
+def _stage_bytes(weight, row_tiles, tile_n):
+    return tile_n * ROW_BYTES + step_columns(weight) // X_BOX * row_tiles * SWIZZLE_BYTES
+
+
+@cache
+def _multiply_dense(dtype, row_tiles, column_tiles):
+    """multiply(w, x, w_lane, x_lane, constants, scale, sums): sums += the products of a stage, for one warp.
+
+    w, x: shared addresses of the warp's rows of the weight and of x's boxes; w_lane, x_lane: where a lane reads in them.
+    sums: [column_tiles, row_tiles, 4].
+    """
+    update = ptx.mma_update(str(dtype))
+    words = 8 * column_tiles
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
+        a = cuda.local.array(words, uint32)
+        for pair in range(2):
+            for s in range(2):
+                for c in range(column_tiles):
+                    piece = uint32(K_PIECE * (2 * pair + s))
+                    found = ptx.ldmatrix_x4(uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES)))
+                    for i in range(4):
+                        a[4 * (s * column_tiles + c) + i] = found[i]
+            for t in range(row_tiles):
+                b = ptx.ldmatrix_x4(uint32(x + (x_lane ^ uint32(64 * pair)) + uint32(t * SWIZZLE_BYTES)))
+                for s in range(2):
+                    for c in range(column_tiles):
+                        update(sums, 4 * (c * row_tiles + t), a, 4 * (s * column_tiles + c), b[2 * s], b[2 * s + 1])
+
+    return multiply
+
+
+@cache
+def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
+    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, 0 without groups.
+
+    scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for round q; a round is the pieces with one scale.
+    """
+    update = ptx.mma_update(str(dtype))
+    fragments = fragments_from_int8(dtype)
+    groups = pieces_a_scale > 0
+    pieces = pieces_a_scale if groups else 1
+    rounds = ROW_BYTES // K_PIECE // pieces
+    pairs = rounds // 2
+    words = 8 * pieces * column_tiles
+    products = 2 * pieces
+    part_values, scale_count = 4 * column_tiles, 2 * column_tiles
+
+    @cuda.jit(device=True, inline="always")
+    def one(r, w, x, w_lane, x_lane, constants, scale, sums):
+        """Round r, a constant."""
+        a = cuda.local.array(words, uint32)
+        part = cuda.local.array(part_values, float32)
+        scale_here = cuda.local.array(scale_count, float32)
+        for p in range(pieces):
+            for c in range(column_tiles):
+                piece = uint32(K_PIECE * (r * pieces + p))
+                at = uint32(w + (w_lane ^ piece) + uint32(c * FRAGMENT_BYTES))
+                fragments(a, 8 * (p * column_tiles + c), at, constants[0], constants[1])
+        if groups:
+            for i in range(scale_count):
+                scale_here[i] = scale[i]
+                if rounds > 1:
+                    quad_start = uint32(ptx.lane_id() & uint32(28))
+                    scale_here[i] = ptx.shfl_idx(scale[i], uint32(quad_start | uint32(r)))
+        for t in range(row_tiles):
+            if groups:
+                for i in range(part_values):
+                    part[i] = float32(0.0)
+            for p in range(products):
+                number = products * r + p  # of a product of 16 k: 32 bytes of a row of x, four of them a box
+                box = number >> 2
+                b = ptx.ld_shared_v2(
+                    uint32(x + (x_lane ^ uint32((number & 3) << 5)) + uint32((box * row_tiles + t) * SWIZZLE_BYTES))
+                )
+                for c in range(column_tiles):
+                    at = 8 * ((p >> 1) * column_tiles + c) + 4 * (p & 1)
+                    if groups:
+                        update(part, 4 * c, a, at, b[0], b[1])
+                    else:
+                        update(sums, 4 * (c * row_tiles + t), a, at, b[0], b[1])
+            if groups:
+                for c in range(column_tiles):
+                    for i in range(4):
+                        to = 4 * (c * row_tiles + t) + i
+                        sums[to] = ptx.fma(part[4 * c + i], scale_here[2 * c + (i >> 1)], sums[to])
+
+    # two rounds by name: the compiler doesn't always unroll a loop as long as this
+    @cuda.jit(device=True, inline="always")
+    def multiply(w, x, w_lane, x_lane, constants, scale, sums):
+        for pair in range(pairs):
+            one(2 * pair, w, x, w_lane, x_lane, constants, scale, sums)
+            one(2 * pair + 1, w, x, w_lane, x_lane, constants, scale, sums)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply_at_once(w, x, w_lane, x_lane, constants, scale, sums):
+        one(0, w, x, w_lane, x_lane, constants, scale, sums)
+
+    return multiply if pairs else multiply_at_once
+
+
+@cache
+def _load_scales(group_size, pieces_a_scale, count):
+    """load(addresses, step, depth, scale): a lane's scales at a step (``_multiply_int8``), ``count`` rows.
+
+    addresses: of its scales of this step where they come one after another, and moved on by a step; else of the rows' first ones.
+    Past the end of depth scales stay as they are: x and the weight are zeros there.
+    """
+    scale_groups = 4 // pieces_a_scale
+    scale_columns = ROW_BYTES // scale_groups
+    one_after_another = group_size == scale_columns
+
+    @cuda.jit(device=True, inline="always")
+    def load(addresses, step, depth, scale):
+        group = uint32(ptx.lane_id() & uint32(scale_groups - 1))
+        k = uint32(uint32(step * uint32(ROW_BYTES)) + uint32(group * uint32(scale_columns)))
+        if k < depth:
+            for i in range(count):
+                at = addresses[i]
+                if not one_after_another:
+                    at += uint64(uint32(uint32(k // uint32(group_size)) << uint32(2)))
+                scale[i] = ptx.ld_global_nc_f32(at)
+        if one_after_another:
+            for i in range(count):
+                addresses[i] += uint64(4 * scale_groups)
+
+    return load
+
+
+@cuda.jit(device=True, inline="always")
+def _begin(block, share, extra):
+    """The first unit of a block: the first ``extra`` blocks have one more than ``share``."""
+    return uint32(uint32(block * share) + min(block, extra))
+
+
+@cuda.jit(device=True, inline="always")
+def _block_of(unit, share, extra):
+    """The block that has a unit."""
+    longer = uint32(extra * uint32(share + uint32(1)))
+    if unit < longer:
+        return uint32(unit // uint32(share + uint32(1)))
+    return uint32(extra + uint32(uint32(unit - longer) // share))
+
+
+def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue):
+    """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, scale a group_size, a multiple of 32).
+
+    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. One warp
+    more brings everything in.
+    """
+    dense, groups = weight == "dense", weight == "groups"
+    step_k = step_columns(weight)
+    x_boxes = step_k // X_BOX
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
+    tile_bytes = tile_n * ROW_BYTES
+    x_box_bytes = row_tiles * SWIZZLE_BYTES
+    stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
+    consumer_threads = consumers * ptx.WARP
+    values = 4 * row_tiles * column_tiles
+    pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
+    scale_groups = 4 // pieces_a_scale if groups else 1
+    scale_count = 2 * column_tiles
+    scales_in_order = scale_groups * group_size == step_k
+    load_scales = _load_scales(group_size, pieces_a_scale, scale_count) if groups else None
+    multiply = (
+        _multiply_dense(dtype, row_tiles, column_tiles)
+        if dense
+        else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale)
+    )
+    store = finish(dtype, epilogue)
+    # with more the compiler leaves the sums in memory: the loop that writes them is too long
+    direct = values <= MOST_DIRECT
+    full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
+    ring_at = SWIZZLE_BYTES
+
+    @kernel(launch_bounds=(consumer_threads + ptx.WARP, 1))
+    def matmul_stream(
+        weight_map: tensor_map_type,
+        x_map: tensor_map_type,
+        scales: ptx.pointer("float32"),
+        bias: ptx.pointer(dtype),
+        residual: ptx.pointer(dtype),
+        out: ptx.pointer(dtype),
+        partial: ptx.pointer("float32"),  # [2 · blocks, rows, tile_n]
+        counters: ptx.pointer("uint32"),  # [tiles]
+        rows: uint32,
+        columns: uint32,
+        depth: uint32,
+        steps: uint32,
+        share: uint32,
+        extra: uint32,
+        scale_stride: int64,
+        residual_stride: int64,
+        out_stride: int64,
+    ):
+        raw = ptx.shared_address(cuda.shared.array(0, uint8))
+        base = uint32(uint32(raw + uint32(SWIZZLE_BYTES - 1)) & uint32(0xFFFFFFFF - SWIZZLE_BYTES + 1))
+        ring = uint32(base + uint32(ring_at))
+        thread = uint32(cuda.threadIdx.x)
+        lane = ptx.lane_id()
+        warp = ptx.shfl_idx_u32(uint32(thread >> uint32(5)), uint32(0))  # known to be the same in all lanes
+        block = uint32(cuda.blockIdx.x)
+        if thread == uint32(0):
+            for s in range(stages):
+                mbarrier_init(uint32(base + uint32(full_at + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(free_at + 8 * s)), uint32(consumers))
+            fence_mbarrier_init()
+            leave_widening_constants(uint32(base + uint32(constants_at)))
+        cuda.syncthreads()
+
+        unit = _begin(block, share, extra)
+        end = _begin(uint32(block + uint32(1)), share, extra)
+        tile = uint32(unit // steps)
+        step = uint32(unit - uint32(tile * steps))
+        stage = uint32(0)
+        parity = uint32(0)
+        if warp == uint32(consumers):
+            weight_at, x_at = tensor_map_address(weight_map), tensor_map_address(x_map)
+            prefetch_tensor_map(weight_at)
+            prefetch_tensor_map(x_at)
+            while unit < end:
+                full = uint32(base + uint32(stage << uint32(3)))
+                mbarrier_wait(uint32(full + uint32(free_at - full_at)), uint32(parity ^ uint32(1)))
+                k = uint32(step * uint32(step_k))
+                if lane == uint32(0):
+                    to = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                    mbarrier_expect(full, uint32(stage_bytes))
+                    tensor_load_2d_hint(to, weight_at, k, uint32(tile * uint32(tile_n)), full, uint64(EVICT_FIRST))
+                    for i in range(x_boxes):
+                        tensor_load_2d(
+                            uint32(to + uint32(tile_bytes + i * x_box_bytes)),
+                            x_at,
+                            uint32(k + uint32(i * X_BOX)),
+                            uint32(0),
+                            full,
+                        )
+                if groups:
+                    # the scales on their way too: the warps ask for them only a step before they need them
+                    for i in range(tile_n // 32):
+                        row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(32 * i) + lane), columns - uint32(1))
+                        ptx.prefetch_l2(
+                            ptx.address(scales, int64(row) * scale_stride + int64(uint32(k // uint32(group_size))))
+                        )
+                ptx.warp_sync()
+                unit = uint32(unit + uint32(1))
+                step = uint32(step + uint32(1))
+                if step == steps:
+                    step = uint32(0)
+                    tile = uint32(tile + uint32(1))
+                stage = uint32(stage + uint32(1))
+                if stage == uint32(stages):
+                    stage = uint32(0)
+                    parity = uint32(parity ^ uint32(1))
+            return
+
+        sums = cuda.local.array(values, float32)
+        scale = cuda.local.array(scale_count, float32)
+        ahead = cuda.local.array(scale_count, float32)
+        scale_rows = cuda.local.array(scale_count, uint64)
+        quad = uint32(lane & uint32(3))
+        quad_row = uint32(lane >> uint32(2))
+        # where a lane reads in its warp's rows and in x; pieces are exchanged by XOR with the row's last three bits
+        w_row = uint32(lane & uint32(15))
+        w_lane = uint32(
+            uint32(w_row << uint32(7)) + uint32(uint32(uint32(lane >> uint32(4)) ^ (w_row & uint32(7))) << uint32(4))
+        )
+        if dense:
+            x_row = uint32(lane & uint32(7))
+            x_lane = uint32(uint32(x_row << uint32(7)) + uint32(uint32(uint32(lane >> uint32(3)) ^ x_row) << uint32(4)))
+        else:
+            # rows 0, 2, 4, 6, 1, 3, 5, 7: half a warp's 8-byte loads meet no bank twice
+            x_row = uint32(uint32(uint32(quad_row & uint32(3)) << uint32(1)) + uint32(quad_row >> uint32(2)))
+            x_lane = uint32(
+                uint32(x_row << uint32(7))
+                + uint32(uint32(uint32(quad >> uint32(1)) ^ x_row) << uint32(4))
+                + uint32(uint32(quad & uint32(1)) << uint32(3))
+            )
+        constants = widening_constants(uint32(base + uint32(constants_at)))
+        warp_bytes = uint32(warp * uint32(column_tiles * FRAGMENT_BYTES))
+        warp_column = uint32(uint32(warp * uint32(column_tiles * FRAGMENT_COLUMNS)) + quad_row)
+        while unit < end:
+            first_unit = uint32(unit - step)
+            last = min(uint32(end - first_unit), steps)  # the step after this block's last one of the tile
+            first_column = uint32(tile * uint32(tile_n))
+            whole = step == uint32(0) and last == steps
+            slot = uint32(uint32(block << uint32(1)) + (uint32(1) if step == uint32(0) else uint32(0)))
+            for i in range(values):
+                sums[i] = float32(0.0)
+            if groups:
+                for i in range(scale_count):
+                    column = min(uint32(first_column + warp_column + uint32(8 * i)), columns - uint32(1))
+                    scale_rows[i] = ptx.address(scales, int64(column) * scale_stride)
+                    if scales_in_order:
+                        in_step = uint32(quad & uint32(scale_groups - 1))
+                        first_scale = uint32(uint32(step * uint32(scale_groups)) + in_step)
+                        scale_rows[i] += uint64(uint32(first_scale << uint32(2)))
+                    ahead[i] = float32(0.0)
+                load_scales(scale_rows, step, depth, ahead)
+            unit = uint32(first_unit + last)
+            while step < last:
+                if groups:
+                    for i in range(scale_count):
+                        scale[i] = ahead[i]
+                    load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
+                full = uint32(base + uint32(stage << uint32(3)))
+                mbarrier_wait(full, parity)
+                w = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
+                ptx.warp_sync()
+                if lane == uint32(0):
+                    mbarrier_arrive(uint32(full + uint32(free_at - full_at)))
+                step = uint32(step + uint32(1))
+                stage = uint32(stage + uint32(1))
+                if stage == uint32(stages):
+                    stage = uint32(0)
+                    parity = uint32(parity ^ uint32(1))
+
+            step = uint32(0)
+            for c in range(column_tiles):
+                for t in range(row_tiles):
+                    for j in range(4):
+                        if dense:
+                            row = uint32(uint32(quad << uint32(1)) + uint32(8 * t + j % 2))
+                        else:
+                            # columns 2q, 2q + 1 of the fragment in the order of x_row
+                            place = uint32(uint32(quad << uint32(1)) + uint32(j % 2))
+                            row = uint32(
+                                uint32(uint32(place & uint32(3)) << uint32(1))
+                                + uint32(place >> uint32(2))
+                                + uint32(8 * t)
+                            )
+                        column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
+                        y_column = uint32(first_column + column)
+                        if row < rows and y_column < columns:
+                            if direct and whole:
+                                store(
+                                    (sums[4 * (c * row_tiles + t) + j],),
+                                    int64(y_column),
+                                    scales,
+                                    scale_stride,
+                                    bias,
+                                    residual,
+                                    int64(row) * residual_stride + int64(y_column),
+                                    out,
+                                    int64(row) * out_stride + int64(y_column),
+                                )
+                            else:
+                                at = uint32(uint32(uint32(slot * rows) + row) * uint32(tile_n)) + column
+                                partial[uint32(at)] = sums[4 * (c * row_tiles + t) + j]
+            if not direct or not whole:
+                first_block = _block_of(first_unit, share, extra)
+                last_block = _block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
+                flag = uint32(base + uint32(flag_at))
+                barrier_sync(uint32(1), uint32(consumer_threads))
+                if thread == uint32(0):
+                    counter = ptx.address(counters, int64(tile))
+                    # it orders what the block has written, and what it reads after the next barrier
+                    came = uint32(ptx.atomic_add(counter, uint32(1)))
+                    if came == uint32(last_block - first_block):
+                        ptx.st_global(counter, uint32(0))  # for the next launch
+                    ptx.st_shared(flag, came)
+                barrier_sync(uint32(1), uint32(consumer_threads))
+                if ptx.ld_shared(flag) == uint32(last_block - first_block):
+                    number = thread
+                    here = uint32(rows * uint32(tile_n))
+                    while number < here:
+                        row = uint32(number // uint32(tile_n))
+                        y_column = uint32(first_column + uint32(number % uint32(tile_n)))
+                        if y_column < columns:
+                            total = float32(0.0)
+                            part = first_block
+                            while part <= last_block:
+                                found = cuda.local.array(MERGE_UNROLL, float32)
+                                for i in range(MERGE_UNROLL):
+                                    from_block = uint32(part + uint32(i))
+                                    found[i] = float32(0.0)
+                                    if from_block <= last_block:
+                                        # the first block begins, or has begun before, the tile: its second slot
+                                        from_slot = uint32(from_block << uint32(1))
+                                        if from_block == first_block:
+                                            from_slot = uint32(from_slot + uint32(1))
+                                        at = uint32(uint32(from_slot * here) + number)
+                                        found[i] = ptx.ld_global_relaxed_f32(ptx.address(partial, at))
+                                for i in range(MERGE_UNROLL):
+                                    total += found[i]
+                                part = uint32(part + uint32(MERGE_UNROLL))
+                            store(
+                                (total,),
+                                int64(y_column),
+                                scales,
+                                scale_stride,
+                                bias,
+                                residual,
+                                int64(row) * residual_stride + int64(y_column),
+                                out,
+                                int64(row) * out_stride + int64(y_column),
+                            )
+                        number = uint32(number + uint32(consumer_threads))
+                if not direct:
+                    # the block's next tile may be left in the same place
+                    barrier_sync(uint32(1), uint32(consumer_threads))
+            tile = uint32(tile + uint32(1))
+
+    return matmul_stream
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, shape=(1, 8), ring_bytes=RING_BYTES, on_one=1
+):
+    """rows up to MOST_ROWS; weight and group_size (0 where there is none) as ``matmul_stream_kernel``.
+
+    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes.
+    """
+    column_tiles, consumers = shape
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
+    row_tiles = 1
+    while FRAGMENT_ROWS * row_tiles < rows:
+        row_tiles *= 2
+    stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
+    stages = ring_bytes // stage_bytes
+    tiles, steps = cut(columns, depth, weight, tile_n)
+    blocks = min(sm_count * on_one, tiles * steps)
+    most = -(-tiles * steps // blocks)
+    if steps % most == 0:
+        # nobody has more to do than before, and no block has parts of two tiles
+        blocks = tiles * steps // most
+    # in front of the ring its mbarriers, and what is lost to alignment
+    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
+    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue)
+    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
+
+
+def cut(columns, depth, weight, tile_n):
+    """(tiles, steps) of a weight."""
+    return -(-columns // tile_n), -(-depth // step_columns(weight))
+
+
+def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
+    """Launch what ``plan`` chose; arrays as ``matmul.multiply``, scales float32 [columns, groups] or None."""
+    _, kind, _, row_tiles, column_tiles, consumers, _, _ = chosen.constants
+    tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    tiles, steps = cut(columns, depth, kind, tile_n)
+    blocks = chosen.grid[0]
+    share, extra = divmod(tiles * steps, blocks)
+    partial = counters = None
+    direct = 4 * row_tiles * column_tiles <= MOST_DIRECT
+    if not direct or extra or share % steps:
+        partial = memory.empty((2 * blocks * rows * tile_n,), np.dtype(np.float32), stream)
+        counters = memory.counters(tiles, stream)
+    launch(
+        chosen,
+        (
+            tensor_map(weight, (tile_n, step_columns(kind)), device=device),
+            tensor_map(x, (FRAGMENT_ROWS * row_tiles, X_BOX), device=device),
+            0 if scales is None else scales.pointer,
+            0 if bias is None else bias.pointer,
+            0 if residual is None else residual.pointer,
+            out.pointer,
+            0 if partial is None else partial.pointer,
+            0 if counters is None else counters.pointer,
+            rows,
+            columns,
+            depth,
+            steps,
+            share,
+            extra,
+            0 if scales is None else scales.strides[0],
+            0 if residual is None else residual.strides[0],
+            out.strides[0],
+        ),
+        device,
+        stream,
+    )

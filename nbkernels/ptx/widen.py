@@ -1,0 +1,83 @@
+"""int8 matrices in shared memory become fragments of 16-bit floats: a load and its conversion as one piece of asm.
+
+In one piece the assembler keeps the conversion's constants in registers and the loaded words apart from other values.
+"""
+
+from functools import cache
+
+from llvmlite import ir
+from numba import cuda, types, uint32
+from numba.core import cgutils
+from numba.cuda.extending import intrinsic
+
+from nbkernels.ptx.memory import ld_shared, st_shared
+
+# Asm: registers; then two bytes of {word} become a word {to} of two 16-bit floats. A byte's bits are put under those of a power of
+# two whose last place counts ones, and that power is taken off (see kernels/int8.py for the numbers).
+_BFLOAT16 = (
+    ".reg .b32 spread, magnitude, offset, one; mov.b32 one, 0x3f803f80; ",
+    "prmt.b32 spread, {word}, {exponents}, {selector}; and.b32 magnitude, spread, 0xff7fff7f; "
+    "lop3.b32 offset, spread, {signs}, 0xc300c300, 0xea; fma.rn.bf16x2 {to}, magnitude, one, offset; ",
+)
+_FLOAT16 = (
+    ".reg .b32 biased, spread, taken; mov.b32 taken, 0x64806480; ",
+    "xor.b32 biased, {word}, 0x80808080; prmt.b32 spread, biased, 0x64646464, {selector}; sub.f16x2 {to}, spread, taken; ",
+)
+
+
+@cuda.jit(device=True, inline="always")
+def leave_widening_constants(shared):
+    """Write the 8 bytes for ``widening_constants`` to a shared address; a barrier lies between."""
+    st_shared(shared, uint32(0x43434343))
+    st_shared(uint32(shared + uint32(4)), uint32(0x00800080))
+
+
+@cuda.jit(device=True, inline="always")
+def widening_constants(shared):
+    """(exponents, signs) of ``fragments_from_int8``, from memory so that the assembler takes them for variables.
+
+    An instruction holds one constant; where two are needed the assembler makes the second anew each time, which is a third of all
+    instructions.
+    """
+    return ld_shared(shared), ld_shared(uint32(shared + uint32(4)))
+
+
+@cache
+def fragments_from_int8(dtype):
+    """fragments(a, at, row_address, exponents, signs): 16 rows of 32 bytes in shared memory -> two fragments of m16n8k16.
+
+    a[at : at + 4] and a[at + 4 : at + 8] (a local array) become the a of products with 16 k each, of which lane q of a quad has
+    four consecutive ones, 4q to 4q + 3, in place of 2q, 2q + 1, 2q + 8, 2q + 9: b must have them so too. row_address as for
+    ldmatrix_x4: matrices are rows 0 to 7 and 8 to 15 of the first 16 bytes, then of the others.
+    """
+    setup, widen = _BFLOAT16 if str(dtype) == "bfloat16" else _FLOAT16
+    lines = ["{ .reg .b32 w0, w1, w2, w3; ", setup, "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {w0, w1, w2, w3}, [$8]; "]
+    for half in range(2):
+        for word in range(4):  # a0 and a1 hold the first two k of both rows, a2 and a3 the others
+            lines.append(
+                widen.format(
+                    word=f"w{2 * half + word % 2}",
+                    selector=("0x4140", "0x4342")[word // 2],
+                    to=f"${4 * half + word}",
+                    exponents="$9",
+                    signs="$10",
+                )
+            )
+    text = "".join([*lines, "}"])
+    word = ir.IntType(32)
+    loaded = ir.FunctionType(ir.LiteralStructType([word] * 8), [word] * 3)
+
+    @intrinsic
+    def fragments(typingctx, a, at, row_address, exponents, signs):
+        def emit(context, builder, signature, arguments):
+            a, at, *inputs = arguments
+            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, a).data
+            asm = ir.InlineAsm(loaded, text, ",".join(["=&r"] * 8 + ["r"] * 3 + ["~{memory}"]), side_effect=True)
+            found = builder.call(asm, inputs, attrs=("convergent", "nounwind"))
+            for i in range(8):
+                builder.store(builder.extract_value(found, i), builder.gep(data, [builder.add(at, ir.IntType(64)(i))]))
+            return context.get_dummy_value()
+
+        return types.void(a, types.int64, uint32, uint32, uint32), emit
+
+    return fragments
