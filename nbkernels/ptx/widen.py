@@ -12,7 +12,7 @@ from numba.cuda.extending import intrinsic
 
 from nbkernels.ptx.memory import ld_shared, st_shared
 
-# Asm: registers; then two bytes of {word} become a word {to} of two 16-bit floats. A byte's bits are put under those of a power of
+# Asm: registers; then two bytes of {word} become a word {to} of two 16-bit floats. Their bits are put under those of a power of
 # two whose last place counts ones, and that power is taken off (see kernels/int8.py for the numbers).
 _BFLOAT16 = (
     ".reg .b32 spread, magnitude, offset, one; mov.b32 one, 0x3f803f80; ",
