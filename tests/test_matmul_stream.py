@@ -196,18 +196,21 @@ OLDER = matmul.Alignment(fragments=True, pieces=True, pairs=True, quads=True, ma
 
 
 @pytest.mark.parametrize(
-    "rows, columns, depth, dtype, aligned, streams",
+    "rows, columns, depth, dtype, weight, aligned, streams",
     [
-        (1, 4096, 4096, BF16, ALIGNED, True),
-        (64, 4096, 4096, F16, ALIGNED, True),
-        (65, 4096, 4096, BF16, ALIGNED, False),
-        (1, 4096, 4096, BF16, OLDER, False),
-        (1, 576, 576, BF16, ALIGNED, False),
-        (1, 4096, 4096, np.dtype(np.float32), ALIGNED, False),
+        (1, 4096, 4096, BF16, "rows", ALIGNED, True),
+        (1, 4096, 4096, BF16, "dense", ALIGNED, False),
+        (17, 4096, 4096, BF16, "dense", ALIGNED, True),
+        (64, 4096, 4096, F16, "rows", ALIGNED, True),
+        (65, 4096, 4096, BF16, "rows", ALIGNED, False),
+        (1, 4096, 4096, BF16, "rows", OLDER, False),
+        (1, 576, 576, BF16, "rows", ALIGNED, False),
+        (1, 49152, 576, BF16, "rows", ALIGNED, False),
+        (1, 4096, 4096, np.dtype(np.float32), "rows", ALIGNED, False),
     ],
 )
-def test_plan_picks_it(rows, columns, depth, dtype, aligned, streams):
-    chosen = matmul.plan(rows, columns, depth, dtype, "dense", 0, aligned, Epilogue(), 132)
+def test_plan_picks_it(rows, columns, depth, dtype, weight, aligned, streams):
+    chosen = matmul.plan(rows, columns, depth, dtype, weight, 0, aligned, Epilogue(), 132)
     assert (chosen.factory is matmul_stream.matmul_stream_kernel) is streams
 
 
