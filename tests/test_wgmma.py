@@ -270,6 +270,7 @@ def test_what_no_map_describes(hopper):
     assert not describes(x)  # rows of 200 bytes
     assert not describes(memory.to_device(np.zeros((8, 64), np.float32))[:, 1:])
     assert describes(memory.to_device(np.zeros((8, 64), np.float32)))
+    assert not describes(memory.to_device(np.zeros((8, 64), np.float32))[:, :62])
     with pytest.raises((ValueError, DeviceError)):
         tensor_map(x, (8, 64))
     with pytest.raises(ValueError, match="1 to 256"):

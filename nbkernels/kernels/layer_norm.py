@@ -252,7 +252,17 @@ def plan(
     options = (parameter_dtype, has_weight, has_bias, has_residual)
     arrays = 2 if has_residual else 1
     return plan_rows(
-        layer_norm_kernel, tiled_layer_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters, few=4
+        layer_norm_kernel,
+        tiled_layer_norm_kernel,
+        rows,
+        columns,
+        dtype,
+        walk,
+        options,
+        arrays,
+        clusters,
+        few=4,
+        spare=1,
     )
 
 

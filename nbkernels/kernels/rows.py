@@ -45,8 +45,8 @@ SHORT_BLOCK = 128
 # The most threads a row gets. Single elements have a condition each and need more than the 64 registers that go with 1024.
 LONGEST_WIDE = 1024
 LONGEST_STRIDED = 512
-# 16-byte pieces that a block holds of a row of 16-bit elements, and the most blocks that share one.
-HELD_PIECES = 4096
+# 16-byte pieces that a block takes of a row that blocks share, and the most blocks that share one.
+SHARED_PIECES = 2048
 MOST_BLOCKS = 8
 # Below four threads a row there would be more rows in a warp than a memory transaction has use for.
 FEWEST_THREADS = 4
@@ -60,19 +60,23 @@ def _power_of_two(n):
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, walk, arrays=1, clusters=False, few=2):
+def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0):
     """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
-    clusters: whether blocks can share a row; few: chunks a thread that suit short rows. As measured on an H200
+    clusters: whether blocks can share a row; few: chunks a thread that suit short rows; spare: chunks' registers that the largest
+    blocks need for other things. As measured on an H200
     (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long ones more, so that few
     threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block cannot hold, and then has
     two blocks a multiprocessor where they hold it.
     """
     pieces = -(-columns // vector_width(dtype))
-    most_held = HELD_PIECES * (2 if arrays == 1 and dtype.itemsize == 4 else 1)
+    wide_elements = dtype.itemsize == 4
+    # 1024 threads have 64 registers each, which widened elements need; two float32 arrays are held as their sum
+    longest_chunks = (MOST_CHUNKS - spare) // arrays if wide_elements else CHUNKS - spare
+    block_pieces = LONGEST_WIDE * longest_chunks
     cluster = 1
-    if clusters and pieces > most_held:
-        shared = most_held if most_held > HELD_PIECES else HELD_PIECES // 2
+    if clusters and pieces > block_pieces:
+        shared = block_pieces if block_pieces == LONGEST_WIDE * MOST_CHUNKS else SHARED_PIECES
         cluster = min(MOST_BLOCKS, _power_of_two(-(-pieces // shared)))
     pieces = -(-pieces // cluster)
     short, few, more = (128, few, 4) if arrays == 1 else (256, 1, 3)
@@ -87,9 +91,7 @@ def split(columns, dtype, walk, arrays=1, clusters=False, few=2):
     parts = []
     while threads <= (LONGEST_WIDE if walk == "wide" else LONGEST_STRIDED):
         chunks = -(-pieces // threads)
-        # 1024 threads have 64 registers each, which widened elements need
-        most = MOST_CHUNKS if threads < LONGEST_WIDE or dtype.itemsize == 4 else CHUNKS
-        if chunks <= most // (arrays if dtype.itemsize == 4 or threads < LONGEST_WIDE else 1):
+        if chunks <= (longest_chunks if threads == LONGEST_WIDE else MOST_CHUNKS // arrays):
             parts.append((threads, chunks, cluster))
         threads *= 2
     return min(parts, key=loss) if parts else None
@@ -101,13 +103,13 @@ def resident(threads, words, walk):
     return max(1, kept // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False, few=2):
+def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False, few=2, spare=0):
     """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
 
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
     walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
     """
-    part = split(columns, dtype, walk, arrays, clusters, few)
+    part = split(columns, dtype, walk, arrays, clusters, few, spare)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)

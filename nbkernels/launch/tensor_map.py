@@ -26,13 +26,17 @@ class TensorMap:
 
 
 def describes(array, swizzle_bytes=128):
-    """Whether a tensor map can describe a DeviceArray: its address and all strides but the last are multiples of 16 bytes."""
+    """Whether a tensor map can describe a DeviceArray: address, strides but the last, and last extent are multiples of 16 bytes.
+
+    The driver takes another last extent, but on an H200 what a copy stores there was not what it should be.
+    """
     outer = array.strides[:-1]
     return (
         0 < len(array.shape) <= 5
         and array.size > 0
         and array.pointer % 16 == 0
         and array.strides[-1] == 1
+        and array.shape[-1] * array.itemsize % 16 == 0
         and all(s * array.itemsize % 16 == 0 and 0 < s * array.itemsize < 1 << 40 for s in outer)
         and all(extent < 1 << 32 for extent in array.shape)
     )
