@@ -28,7 +28,7 @@ class TensorMap:
 def describes(array, swizzle_bytes=128):
     """Whether a tensor map can describe a DeviceArray: address, strides but the last, and last extent are multiples of 16 bytes.
 
-    The driver takes another last extent, but on an H200 what a copy stores there was not what it should be.
+    The driver takes another last extent, but tests of products that store such rows failed on an H200 while all others passed.
     """
     outer = array.strides[:-1]
     return (
