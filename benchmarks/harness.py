@@ -87,8 +87,16 @@ def time_copy(nbytes):
     size = max(16, nbytes // 2)
     sets = max(2, min(64, RING_BYTES // max(nbytes, 1)))
     pairs = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)) for _ in range(sets)]
+    return _time_copies(pairs, 5)
+
+
+def _time_copies(pairs, rounds):
+    """Median microseconds of a copy, over rounds that copy every (source, target) once.
+
+    By launches and not by a graph, whose copy nodes go through another engine and are slower.
+    """
     times = []
-    for _ in range(5):
+    for _ in range(rounds):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)  # the launches queue up behind it
         start.record()
@@ -96,7 +104,7 @@ def time_copy(nbytes):
             target.copy_(source)
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / sets)
+        times.append(start.elapsed_time(end) * 1e3 / len(pairs))
     return statistics.median(times)
 
 
@@ -120,23 +128,10 @@ def run_case(case, without=()):
 
 
 def copy_speed():
-    """Bytes a second, read and written, of a large device-to-device copy: the ceiling of the memory-bound operations.
-
-    Timed by launches and not by a graph, whose copy nodes go through another engine and are slower.
-    """
+    """Bytes a second, read and written, of a large device-to-device copy: the ceiling of the memory-bound operations."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)  # the launches queue up behind it
-        start.record()
-        for _ in range(5):
-            target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / 5)
-    return 2 * source.nbytes / statistics.median(times)
+    return 2 * source.nbytes / (_time_copies([(source, target)] * 5, 10) * 1e-6)
 
 
 def environment(command):

@@ -23,7 +23,7 @@ from numba import cuda, float32, int32, int64, uint16, uint32, uint64
 from nbkernels import ptx
 from nbkernels.kernels import attention_wgmma, decode
 from nbkernels.kernels.attention_wgmma import NOTHING, SLACK
-from nbkernels.kernels.elements import Cost, aligned, conversions, vector_width
+from nbkernels.kernels.elements import Cost, aligned, conversions, pair_conversions, vector_width
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 
@@ -128,7 +128,7 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
     a_words = 4 * strips
     out_pieces = head_dim // PIECE
     update = ptx.mma_update(str(dtype))
-    pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
+    _, pack = pair_conversions(dtype)
     _, to_storage = conversions(dtype)
     copy_q = _copy_tile(dtype, head_dim, tile_m, wide)
     copy_kv = _copy_tile(dtype, head_dim, tile_n, wide)

@@ -21,6 +21,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from nbkernels import ptx
+from nbkernels.kernels.elements import pair_conversions
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 from nbkernels.launch.tensor_map import describes, tensor_map
@@ -137,7 +138,7 @@ def attention_wgmma_kernel(
     k_steps, v_steps = depth // 16, tile_n // 16
     hidden_score = np.inf if negative else -np.inf  # signs change after the mask
     name = str(dtype)
-    pack = ptx.bf16x2_from_floats if name == "bfloat16" else ptx.f16x2_from_floats
+    _, pack = pair_conversions(dtype)
     score_update = wgmma_update(name, tile_n)
     sum_update = wgmma_update(name, head_dim, a="registers", b_transposed=True)
     hold_scores, hold_sums, hold_words = hold(score_count), hold(sum_count), hold(word_count, "r")
@@ -180,6 +181,12 @@ def attention_wgmma_kernel(
     def rows_written(base, turn, group):
         which = uint32(uint32(q_slot(turn) * uint32(consumers)) + group)
         return uint32(base + uint32(written) + uint32(which * uint32(8)))
+
+    @cuda.jit(device=True, inline="always")
+    def bring(to, box_bytes, described, head, row, batch, barrier):
+        """Ask for a tile: its boxes of 64 columns beside each other."""
+        for c in range(columns):
+            tensor_load_4d(uint32(to + uint32(c * box_bytes)), described, uint32(c * BOX), head, row, batch, barrier)
 
     def make_part(first, end):
         @cuda.jit(device=True, inline="always")
@@ -352,16 +359,7 @@ def attention_wgmma_kernel(
                             mbarrier_wait(ring(base, k_free, number), uint32(parity(number) ^ uint32(1)))
                             mbarrier_expect(barrier, uint32(kv_bytes))
                             to = tile_address(k_ring, number)
-                            for c in range(columns):
-                                tensor_load_4d(
-                                    uint32(to + uint32(c * kv_box)),
-                                    k_map,
-                                    uint32(c * BOX),
-                                    kv_head,
-                                    key,
-                                    batch,
-                                    barrier,
-                                )
+                            bring(to, kv_box, k_map, kv_head, key, batch, barrier)
                         if not asked:  # behind the first K: that may come while the item before is still written
                             asked = True
                             barrier = q_barrier(base, q_full, turn)
@@ -369,31 +367,13 @@ def attention_wgmma_kernel(
                             to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
                             q_row = uint32(first_row)
-                            for c in range(columns):
-                                tensor_load_4d(
-                                    uint32(to + uint32(c * q_box)),
-                                    q_map,
-                                    uint32(c * BOX),
-                                    head,
-                                    q_row,
-                                    batch,
-                                    barrier,
-                                )
+                            bring(to, q_box, q_map, head, q_row, batch, barrier)
                         if left > int32(0):
                             barrier = ring(base, v_full, number)
                             mbarrier_wait(ring(base, v_free, number), uint32(parity(number) ^ uint32(1)))
                             mbarrier_expect(barrier, uint32(kv_bytes))
                             to = tile_address(v_ring, number)
-                            for c in range(columns):
-                                tensor_load_4d(
-                                    uint32(to + uint32(c * kv_box)),
-                                    v_map,
-                                    uint32(c * BOX),
-                                    kv_head,
-                                    key,
-                                    batch,
-                                    barrier,
-                                )
+                            bring(to, kv_box, v_map, kv_head, key, batch, barrier)
                             number = uint32(number + uint32(1))
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))

@@ -23,7 +23,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import Cost, access, aligned, conversions, vector_width
+from nbkernels.kernels.elements import Cost, access, aligned, conversions, pair_conversions, vector_width
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -350,9 +350,8 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
         V:     chunks of 64 elements; lane (g, t) loads elements 8g to 8g + 7 of keys 2t, 2t + 1, 2t + 8, 2t + 9, and the
                byte permute pairs those of two keys: element 8g + 2j is row g, and 8g + 2j + 1 row g + 8, of product j
     """
-    bfloat16 = str(dtype) == "bfloat16"
-    product = ptx.mma_m16n8k16_bf16 if bfloat16 else ptx.mma_m16n8k16_f16
-    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
+    product = ptx.mma_m16n8k16_bf16 if str(dtype) == "bfloat16" else ptx.mma_m16n8k16_f16
+    _, pack = pair_conversions(dtype)
     rows = STRIP * strips
     task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
     leave = _leave(dtype, head_dim, rows, single)

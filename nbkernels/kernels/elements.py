@@ -51,6 +51,13 @@ def conversions(dtype):
     return same, same
 
 
+def pair_conversions(dtype):
+    """(two float32 from a word, a word from two float32) of a 16-bit NumPy dtype."""
+    if str(dtype) == "bfloat16":
+        return ptx.floats_from_bf16x2, ptx.bf16x2_from_floats
+    return ptx.floats_from_f16x2, ptx.f16x2_from_floats
+
+
 @cache
 def access(dtype, width, cached=False):
     """(load, store): load(pointer, index) -> a tuple of ``width`` float32; store(pointer, index, that tuple).
@@ -89,8 +96,7 @@ def access(dtype, width, cached=False):
             ptx.st_global_v4_f32(ptx.address(pointer, index), values[0], values[1], values[2], values[3])
 
     elif width == 8:
-        unpack = ptx.floats_from_bf16x2 if name == "bfloat16" else ptx.floats_from_f16x2
-        pack = ptx.bf16x2_from_floats if name == "bfloat16" else ptx.f16x2_from_floats
+        unpack, pack = pair_conversions(dtype)
 
         @cuda.jit(device=True, inline="always")
         def load(pointer, index):

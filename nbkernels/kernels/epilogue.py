@@ -12,7 +12,7 @@ from numba import cuda, int64
 
 from nbkernels import ptx
 from nbkernels.kernels.activation import gelu_tanh, silu
-from nbkernels.kernels.elements import conversions
+from nbkernels.kernels.elements import conversions, pair_conversions
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ def finish(dtype, epilogue, width=1):
     Read where the epilogue has them: scales[column · scale_stride], bias[column], residual[residual_index]; indices int64.
     """
     from_storage, to_storage = conversions(dtype)
-    bfloat16 = str(dtype) == "bfloat16"
-    unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
-    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
+    unpack, pack = pair_conversions(dtype)
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
     activate = activation_function(epilogue)
 

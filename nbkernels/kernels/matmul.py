@@ -2,7 +2,7 @@
 
     y[m, n] = activation(sum_k x[m, k] · w[n, k] + bias[n]) + residual[m, n]
 
-Five kernels share the work, each a file of its own, for dense and int8 weights alike:
+Six kernels share the work, each a file of its own, for dense and int8 weights alike:
 
                      16-bit, aligned                         float32, or whatever the tensor cores' kernels cannot take
     few rows         matmul_narrow: bound by the weight      matmul_lanes: a warp a column

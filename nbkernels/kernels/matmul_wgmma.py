@@ -30,7 +30,7 @@ from functools import cache, lru_cache
 from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import conversions
+from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.epilogue import activation_function
 from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
 from nbkernels.launch.compile import kernel
@@ -192,20 +192,13 @@ def _multiply_int8(dtype, b_rows, groups):
 
 
 @cache
-def _pairs(dtype):
-    """(two floats from a word, a word from two floats) of a 16-bit dtype."""
-    if str(dtype) == "bfloat16":
-        return ptx.floats_from_bf16x2, ptx.bf16x2_from_floats
-    return ptx.floats_from_f16x2, ptx.f16x2_from_floats
-
-
 @cache
 def _fill_dense(dtype, epilogue):
     """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory.
 
     The box begins inside y. For what lies beyond y's edges, and is not written, the last bias and residual are read.
     """
-    unpack, pack = _pairs(dtype)
+    unpack, pack = pair_conversions(dtype)
     activate = activation_function(epilogue)
     has_bias, has_residual = epilogue.bias, epilogue.residual
 
@@ -252,7 +245,7 @@ def _fill_dense(dtype, epilogue):
 @cache
 def _fill_transposed(dtype, epilogue):
     """As _fill_dense where the sums' rows are y's columns. A lane's pair lies along y's columns after movmatrix."""
-    unpack, pack = _pairs(dtype)
+    unpack, pack = pair_conversions(dtype)
     from_storage, _ = conversions(dtype)
     activate = activation_function(epilogue)
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual

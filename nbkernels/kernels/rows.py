@@ -30,7 +30,7 @@ from typing import NamedTuple
 from numba import cuda, float32, int64, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import conversions, vector_width
+from nbkernels.kernels.elements import conversions, pair_conversions, vector_width
 from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
 from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
@@ -275,9 +275,7 @@ def _wide(dtype, width, threads, chunks, cached):
     words = 4 * parts  # a chunk's
     read = ptx.ld_global_v4 if cached else ptx.ld_global_stream_v4
     narrow = dtype.itemsize == 2
-    bfloat16 = str(dtype) == "bfloat16"
-    unpack = ptx.floats_from_bf16x2 if bfloat16 else ptx.floats_from_f16x2
-    pack = ptx.bf16x2_from_floats if bfloat16 else ptx.f16x2_from_floats
+    unpack, pack = pair_conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
@@ -343,7 +341,7 @@ def _words(dtype, width, threads, chunks):
     elements = 2 if dtype.itemsize == 2 else 1
     words = width // elements
     row_elements = width // 4  # of a word of the row
-    unpack = ptx.floats_from_bf16x2 if str(dtype) == "bfloat16" else ptx.floats_from_f16x2
+    unpack, _ = pair_conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def inside(i, thread, columns):
@@ -427,7 +425,7 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
     _, to_storage = conversions(dtype)
     words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
     read, write = (ptx.ld_shared_f32, ptx.st_shared_f32) if itemsize == 4 else (ptx.ld_shared_u16, ptx.st_shared_u16)
-    pack = ptx.bf16x2_from_floats if str(dtype) == "bfloat16" else ptx.f16x2_from_floats
+    _, pack = pair_conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def pieces_at():

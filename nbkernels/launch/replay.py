@@ -123,7 +123,10 @@ class _Launch:
 
 
 class _Record:
-    """How to repeat a call. results: for each, the operand that is returned, or None and (shape, dtype) of a new tensor."""
+    """How to repeat a call. Operands are its tensors, then what is made anew each time: results, then scratch memory.
+
+    new: functions of the first operand that make these. results: the operand that each result is.
+    """
 
     def __init__(self, note, tensors, out, returned):
         import torch
@@ -135,8 +138,12 @@ class _Record:
         results = (returned,) if self.single else returned
         operands = [t.data_ptr() for t in tensors]
         first = tensors[0]
-        self.results = []  # functions of the operands
-        self.new = []  # functions of the first operand
+        self.results = []
+        self.new = []
+
+        def make_anew(shape, dtype):
+            self.new.append(lambda first: torch.empty(shape, dtype=dtype, device=first.device))
+
         for result in results:
             if type(result) not in _tensor_types:
                 raise ValueError("a result that is no tensor")
@@ -149,12 +156,10 @@ class _Record:
             if result.shape == first.shape and result.dtype == first.dtype and first.is_contiguous():
                 self.new.append(torch.empty_like)
             else:
-                make = functools.partial(torch.empty, result.shape, dtype=result.dtype, device=result.device)
-                self.new.append(lambda first, make=make: make())
+                make_anew(result.shape, result.dtype)
         for address, nbytes in note.allocations.items():
             operands.append(address)
-            make = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=first.device)
-            self.new.append(lambda first, make=make: make())
+            make_anew(nbytes, torch.uint8)
         self.launches = [_Launch(*launch, operands, note.allocations, note.kept) for launch in note.launches]
         self.kept = note.kept
         self.only_stream = next((stream for _, stream in note.kept.values()), None)

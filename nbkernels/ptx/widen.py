@@ -7,10 +7,10 @@ from functools import cache
 
 from llvmlite import ir
 from numba import cuda, types, uint32
-from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
 from nbkernels.ptx.memory import ld_shared, st_shared
+from nbkernels.ptx.registers import elements, put
 
 # Asm: registers; then two bytes of {word} become a word {to} of two 16-bit floats. Their bits are put under those of a power of
 # two whose last place counts ones, and that power is taken off (see kernels/int8.py for the numbers).
@@ -71,11 +71,9 @@ def fragments_from_int8(dtype):
     def fragments(typingctx, a, at, row_address, exponents, signs):
         def emit(context, builder, signature, arguments):
             a, at, *inputs = arguments
-            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, a).data
             asm = ir.InlineAsm(loaded, text, ",".join(["=&r"] * 8 + ["r"] * 3 + ["~{memory}"]), side_effect=True)
             found = builder.call(asm, inputs, attrs=("convergent", "nounwind"))
-            for i in range(8):
-                builder.store(builder.extract_value(found, i), builder.gep(data, [builder.add(at, ir.IntType(64)(i))]))
+            put(builder, found, elements(context, builder, signature.args[0], a, at, 8))
             return context.get_dummy_value()
 
         return types.void(a, types.int64, uint32, uint32, uint32), emit
