@@ -92,7 +92,7 @@ def ld_global_nc(address):
     """Four bytes of data that nobody writes during the kernel."""
 
 
-@instruction(float32(uint64), "ld.global.nc.f32 $0, [$1];", effect="reads")
+@instruction(float32(uint64), "ld.global.nc.f32 $0, [$1];", effect="constant")
 def ld_global_nc_f32(address):
     """A float32 that nobody writes during the kernel."""
 
