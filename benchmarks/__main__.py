@@ -1,6 +1,6 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate`` measures a whole model and ``emulator`` the emulator, on any machine; the others give rows for the harness, which
+``generate`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give rows for the harness, which
 needs torch and a GPU.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import harness
 
-ANY_DEVICE = ("emulator", "generate")  # these measure by themselves; the others need torch and a GPU
+ANY_DEVICE = ("emulator", "generate", "quality")  # these measure by themselves; the others need torch and a GPU
 
 
 def names():
@@ -41,7 +41,10 @@ def main():
         sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
     module = importlib.import_module(f"benchmarks.{options.name}")
     chosen = (case for case in module.cases() if options.match in f"{case.operation} {case.shape} {case.dtype}")
-    results = [harness.run_case(case, options.without) for case in chosen]
+    results = []
+    for case in chosen:
+        results.append(harness.run_case(case, options.without))
+        print(harness.in_short(results[-1]), flush=True)  # a run takes minutes
     copy_bytes_a_second = harness.copy_speed()
     harness.report(results, copy_bytes_a_second, options.json, command)
     if hasattr(module, "summarise"):

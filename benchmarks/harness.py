@@ -52,8 +52,8 @@ class Result:
 
     @property
     def best_peer(self):
-        """(name, microseconds) of the fastest call that is not ours, or None."""
-        peers = {k: v for k, v in self.microseconds.items() if k != "nbkernels"}
+        """(name, microseconds) of the fastest call that is not ours, or None; a second way of ours is named "nbkernels, …"."""
+        peers = {k: v for k, v in self.microseconds.items() if not k.startswith("nbkernels")}
         return min(peers.items(), key=lambda item: item[1]) if peers else None
 
 
@@ -125,6 +125,17 @@ def run_case(case, without=()):
                 raise
             print(f"{case.operation} {case.shape}: {name} failed: {error}", file=sys.stderr)
     return result
+
+
+def in_short(result):
+    """A line of a result, printed as soon as it is there."""
+    ours, peer = result.microseconds["nbkernels"], result.best_peer
+    parts = [f"{result.operation} {result.shape} {result.dtype}: {ours:.1f} µs"]
+    if result.copy_microseconds:
+        parts.append(f"{result.copy_microseconds / ours:.0%} of its own copy's speed")
+    if peer:
+        parts.append(f"{peer[1] / ours:.2f} times {peer[0]}")
+    return ", ".join(parts)
 
 
 def copy_speed():

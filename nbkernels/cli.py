@@ -41,7 +41,11 @@ def add_generate_arguments(parser):
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
     )
-    parser.add_argument("--quantize", choices=("int8",), help="keep the matrices in int8, groups of 32")
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "int8-rows", "int8-activations"),
+        help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, metavar="K")

@@ -18,7 +18,7 @@ from nbkernels.model.kv_cache import KVCache
 from nbkernels.model.sampling import SamplingOptions
 from nbkernels.model.session import Session
 from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
-from nbkernels.model.transformer import load_transformer
+from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
 
 PREFILL_TOKENS = (
     512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
@@ -279,15 +279,16 @@ def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
     """Load a checkpoint: a GGUF file of the llama family.
 
     device: "auto" (a GPU where one answers, else the CPU), "cuda", "emulator" or "cpu". dtype: "float32", "float16" or
-    "bfloat16" (default bfloat16 on a GPU, float32 on the CPU). quantize: "int8" keeps the matrices in int8 groups of 32.
+    "bfloat16" (default bfloat16 on a GPU, float32 on the CPU). quantize: "int8" keeps the matrices in int8 with a scale
+    a group of 32, "int8-rows" with a scale a row, and "int8-activations" multiplies those by activations in int8.
     progress: a function of the share done, 0 to 1; by default a bar is shown on a terminal where loading takes a while.
     CheckpointError (a ValueError) where the file cannot be used, DeviceError where the device is not to be had.
     """
     from nbkernels.launch.device import device as use_device
 
     with use_device(device) as on:
-        if quantize not in (None, "int8"):
-            raise ValueError(f"quantize: {quantize!r}, wanted None or 'int8'")
+        if quantize is not None and quantize not in QUANTIZATIONS:
+            raise ValueError(f"quantize: {quantize!r}, wanted None or one of {', '.join(map(repr, QUANTIZATIONS))}")
         activations = _activation_dtype(dtype, on)
         with _naming(path):
             checkpoint = _open(path)

@@ -19,7 +19,9 @@ from nbkernels.model import backend
 # On the CPU a matrix with so many times more rows than columns is kept by columns: BLAS then multiplies a vector by it in three
 # quarters of the time (2 cores, OpenBLAS, 3072×576: 20 against 27 GB/s); for squarer ones rows are faster.
 TALL = 4
-GROUP_SIZE = 32  # columns a scale of int8 weights: that of the GGUF block formats
+# ``quantize`` of ``load`` -> (columns a scale of the matrices, None being a whole row; activations of ``int8_matmul``). Groups of 32
+# are those of the GGUF block formats.
+QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activations": (None, "int8")}
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,17 @@ class Transformer:
     """Weights on a device, and the forward pass.
 
     dtype: of the activations. embedding [vocab, hidden] and head [vocab, hidden], dense or int8; they may be one object.
+    int8_activations: the inputs of int8 matrices are quantised as well, a scale a token.
     """
 
-    def __init__(self, config, dtype, embedding, layers, norm, head):
+    def __init__(self, config, dtype, embedding, layers, norm, head, int8_activations=False):
         self.config = config
         self.dtype = dtype
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
         self.head = head
+        self.int8_options = {"activations": "int8"} if int8_activations else {}
         self.ops = backend.operations()
         self.cos, self.sin = map(backend.place, rotary_tables(config, config.context))
 
@@ -67,8 +71,9 @@ class Transformer:
 
     def linear(self, x, weight, **options):
         """x · weightᵀ for a dense or an int8 weight; options: those of ``matmul``."""
-        product = self.ops.int8_matmul if isinstance(weight, Int8Weight) else self.ops.matmul
-        return product(x, weight, **options)
+        if isinstance(weight, Int8Weight):
+            return self.ops.int8_matmul(x, weight, **self.int8_options, **options)
+        return self.ops.matmul(x, weight, **options)
 
     def hidden(self, ids, cache):
         """The residual stream behind the last layer. ids int32 [batch, tokens] -> [batch, tokens, hidden]; cache is extended.
@@ -105,7 +110,7 @@ class Transformer:
 def load_transformer(checkpoint, *, dtype, quantize, progress):
     """Read a checkpoint's weights onto the current device, a matrix at a time.
 
-    dtype: of the activations and dense weights; quantize: None or "int8" (the matrices in groups of 32, the norms in dtype).
+    dtype: of the activations and dense weights; quantize: None or one of QUANTIZATIONS; the norms stay in dtype.
     progress: called after each matrix with the share done, 0 to 1.
     """
     config = checkpoint.config
@@ -152,7 +157,8 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
     head = embedding
     if checkpoint.has("output.weight"):  # else the head is tied to the embedding
         head = _place_weight([checkpoint.tensor("output.weight", (config.vocab, hidden))], dtype, quantize)
-    return Transformer(config, dtype, embedding, layers, norm("output_norm.weight"), head)
+    int8_activations = quantize is not None and QUANTIZATIONS[quantize][1] == "int8"
+    return Transformer(config, dtype, embedding, layers, norm("output_norm.weight"), head, int8_activations)
 
 
 def _place_weight(parts, dtype, quantize):
@@ -161,8 +167,8 @@ def _place_weight(parts, dtype, quantize):
     if backend.on_host() and quantize is None and rows >= TALL * columns:
         return _column_major(parts, rows, columns, dtype)
     matrix = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if quantize == "int8":
-        return backend.operations().quantize_int8(backend.place(matrix), group_size=GROUP_SIZE)
+    if quantize is not None:
+        return backend.operations().quantize_int8(backend.place(matrix), group_size=QUANTIZATIONS[quantize][0])
     return backend.place(matrix.astype(dtype, copy=False))
 
 
