@@ -136,6 +136,7 @@ def attention_wgmma_kernel(
     score_count, sum_count, word_count = tile_n // 2, head_dim // 2, tile_n // 4
     n_blocks, d_blocks = tile_n // 8, head_dim // 8
     k_steps, v_steps = depth // 16, tile_n // 16
+    ahead = q_stages > 1
     hidden_score = np.inf if negative else -np.inf  # signs change after the mask
     name = str(dtype)
     _, pack = pair_conversions(dtype)
@@ -188,16 +189,25 @@ def attention_wgmma_kernel(
         for c in range(columns):
             tensor_load_4d(uint32(to + uint32(c * box_bytes)), described, uint32(c * BOX), head, row, batch, barrier)
 
+    @cuda.jit(device=True, inline="always")
+    def low_word(address, bits):
+        """The lower half of a tile's descriptor, in a form in which the compiler keeps it once a warp and adds to it there."""
+        word = uint32(uint32(descriptor_address(address)) | uint32(bits & 0xFFFFFFFF))
+        return ptx.shfl_idx_u32(word, uint32(0))
+
+    @cuda.jit(device=True, inline="always")
+    def operand(word, offset, bits):
+        """The descriptor of what lies ``offset`` bytes into a tile; the address's field never carries into the next one."""
+        return uint64(uint64(uint32(word + uint32(offset >> 4))) | uint64(bits >> 32 << 32))
+
     def make_part(first, end):
         @cuda.jit(device=True, inline="always")
-        def part(scores, q_rows, k_tile):
+        def part(scores, q_word, k_word):
             for i in range(end - first):
                 s = first + i
-                a = uint32(q_rows + uint32(s // 4 * q_box + s % 4 * 32))
-                b = uint32(k_tile + uint32(s // 4 * kv_box + s % 4 * 32))
-                a_bits = uint64(descriptor_address(a) + uint64(along_k))
-                b_bits = uint64(descriptor_address(b) + uint64(along_k))
-                score_update(scores, 0, a_bits, b_bits, uint32(1 if s else 0))
+                a = operand(q_word, s // 4 * q_box + s % 4 * 32, along_k)
+                b = operand(k_word, s // 4 * kv_box + s % 4 * 32, along_k)
+                score_update(scores, 0, a, b, uint32(1 if s else 0))
 
         return part
 
@@ -207,16 +217,17 @@ def attention_wgmma_kernel(
     @cuda.jit(device=True, inline="always")
     def multiply_scores(scores, q_rows, k_tile):
         """scores = q · kᵀ, in flight."""
-        multiply_first(scores, q_rows, k_tile)
-        multiply_rest(scores, q_rows, k_tile)
+        q_word, k_word = low_word(q_rows, along_k), low_word(k_tile, along_k)
+        multiply_first(scores, q_word, k_word)
+        multiply_rest(scores, q_word, k_word)
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
     def multiply_values(sums, words, v_tile):
         """sums += P · v, in flight."""
+        v_word = low_word(v_tile, along_keys)
         for s in range(v_steps):
-            b_bits = uint64(descriptor_address(uint32(v_tile + uint32(16 * BOX_ROW * s))) + uint64(along_keys))
-            sum_update(sums, 0, words, 4 * s, b_bits, uint32(1))
+            sum_update(sums, 0, words, 4 * s, operand(v_word, 16 * BOX_ROW * s, along_keys), uint32(1))
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
@@ -292,6 +303,33 @@ def attention_wgmma_kernel(
         if turns:
             other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
             barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
+
+    @cuda.jit(device=True, inline="always")
+    def rows_of(q_ring, turn, group):
+        """Where a warpgroup's rows of q are."""
+        return uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)) + uint32(group * uint32(ROWS * BOX_ROW)))
+
+    @cuda.jit(device=True, inline="always")
+    def leave(base, q_rows, turn, group, sums, total, my_row, my_key):
+        """The quotients take the place of the warpgroup's rows of q, in the same boxes, once all of its warps have used those."""
+        barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
+        for h in range(2):
+            whole = total[h]
+            whole += ptx.shfl_bfly(whole, uint32(1))
+            whole += ptx.shfl_bfly(whole, uint32(2))
+            inverse = float32(0.0)  # a row that saw nothing is zero
+            if whole != float32(0.0):
+                inverse = ptx.rcp(whole)
+            inside = uint32(my_row + int32(8 * h))
+            at = uint32(q_rows + uint32(inside * uint32(BOX_ROW)) + uint32(my_key * int32(2)))
+            for n in range(d_blocks):
+                chunk = uint32(uint32(uint32(n % 8) ^ uint32(inside & uint32(7))) * uint32(16))
+                s = 4 * n + 2 * h
+                ptx.st_shared(
+                    uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
+                )
+        fence_proxy_async()
+        mbarrier_arrive(rows_written(base, turn, group))
 
     @kernel(launch_bounds=(threads, 1))  # setmaxnreg needs a known register count at entry
     def attention(
@@ -434,11 +472,13 @@ def attention_wgmma_kernel(
             my_key = int32(uint32(uint32(lane & uint32(3)) << uint32(1)))
             if turns and group == uint32(consumers - 1):
                 barrier_arrive(uint32(turn_barrier), uint32(2 * WARPGROUP))
+            batch, head, first_row, count, end, first_tile, tiles = item(
+                work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+            )
+            asked = False  # whether the scores of this item's first tile are there
             while work < items:
-                batch, head, first_row, count, end, first_tile, tiles = item(
-                    work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
-                )
                 work = uint32(work + uint32(cuda.gridDim.x))
+                more = work < items
                 first_row = int32(first_row + int32(group * uint32(ROWS)))
                 row = int32(count - q_len + first_row)
                 for i in range(sum_count):
@@ -446,9 +486,10 @@ def attention_wgmma_kernel(
                 for h in range(2):
                     largest[h] = NOTHING
                     total[h] = float32(0.0)
-                q_tile = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
-                q_rows = uint32(q_tile + uint32(group * uint32(ROWS * BOX_ROW)))  # this warpgroup's
-                mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                q_rows = rows_of(q_ring, turn, group)
+                last = uint32(0)  # the number of the tile whose weights wait for their product
+                if not asked:
+                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
                 if tiles > int32(0):
                     tile = int32(first_tile + tiles - int32(1))
                     # tiles from plain_first to plain_end - 1 are seen whole by all of the warpgroup's rows
@@ -462,17 +503,19 @@ def attention_wgmma_kernel(
                         plain_first = int32(uint32(seen + int32(tile_n - 1)) // uint32(tile_n))
 
                     first_key = int32(int32(tile * int32(tile_n)) + my_key)
-                    mbarrier_wait(ring(base, k_full, number), parity(number))
-                    my_turn(group)
-                    hold_scores(scores, 0)
-                    wgmma_fence()
-                    multiply_scores(scores, q_rows, tile_address(k_ring, number))
-                    next_turn(group)
-                    wgmma_wait(0)
-                    hold_scores(scores, 0)
+                    if not asked:
+                        mbarrier_wait(ring(base, k_full, number), parity(number))
+                        my_turn(group)
+                        hold_scores(scores, 0)
+                        wgmma_fence()
+                        multiply_scores(scores, q_rows, tile_address(k_ring, number))
+                        next_turn(group)
+                        wgmma_wait(0)
+                        hold_scores(scores, 0)
                     if lane == uint32(0):
                         mbarrier_arrive(ring(base, k_free, number))
-                    mask(scores, int32(row + my_row), first_key, end, window)
+                    if tile >= plain_end or tile < plain_first:
+                        mask(scores, int32(row + my_row), first_key, end, window)
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
                     mbarrier_wait(ring(base, v_full, number), parity(number))
@@ -480,20 +523,20 @@ def attention_wgmma_kernel(
                         slot = uint32(number % uint32(stages))
                         mbarrier_wait(ring(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
                         wipes = uint32(wipes ^ uint32(uint32(1) << slot))
+                    last = number
                     number = uint32(number + uint32(1))
                     tile = int32(tile - int32(1))
                     while tile >= first_tile:
                         # the scores of this tile and the sums of the one before it, then the weights of this tile
                         first_key = int32(first_key - int32(tile_n))
                         mbarrier_wait(ring(base, k_full, number), parity(number))
-                        before = uint32(number - uint32(1))
                         my_turn(group)
                         hold_scores(scores, 0)
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         wgmma_fence()
                         multiply_scores(scores, q_rows, tile_address(k_ring, number))
-                        multiply_values(sums, words, tile_address(v_ring, before))
+                        multiply_values(sums, words, tile_address(v_ring, last))
                         next_turn(group)
                         wgmma_wait(1)
                         hold_scores(scores, 0)
@@ -508,41 +551,54 @@ def attention_wgmma_kernel(
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         if lane == uint32(0):
-                            mbarrier_arrive(ring(base, v_free, before))
+                            mbarrier_arrive(ring(base, v_free, last))
                         scale_sums(sums, shrink)
                         round_weights(scores, words)
+                        last = number
                         number = uint32(number + uint32(1))
                         tile = int32(tile - int32(1))
-                    before = uint32(number - uint32(1))
+
+                pending = tiles > int32(0)
+                if more:
+                    batch, head, first_row, count, end, first_tile, tiles = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
+                    )
+                asked = False
+                if ahead:
+                    asked = pending and more and tiles > int32(0)
+                if asked:
+                    # the next item's first scores are computed while this item's sums are written
+                    following = uint32(turn + uint32(1))
+                    mbarrier_wait(q_barrier(base, q_full, following), q_parity(following))
+                    mbarrier_wait(ring(base, k_full, number), parity(number))
+                    my_turn(group)
+                    hold_scores(scores, 0)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     wgmma_fence()
-                    multiply_values(sums, words, tile_address(v_ring, before))
-                    wgmma_wait(0)
+                    multiply_values(sums, words, tile_address(v_ring, last))
+                    multiply_scores(scores, rows_of(q_ring, following, group), tile_address(k_ring, number))
+                    next_turn(group)
+                    wgmma_wait(1)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     if lane == uint32(0):
-                        mbarrier_arrive(ring(base, v_free, before))
-
-                # once all warps have used the warpgroup's rows of q, the sums take their place, in the same boxes
-                barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
-                for h in range(2):
-                    whole = total[h]
-                    whole += ptx.shfl_bfly(whole, uint32(1))
-                    whole += ptx.shfl_bfly(whole, uint32(2))
-                    inverse = float32(0.0)  # a row that saw nothing is zero
-                    if whole != float32(0.0):
-                        inverse = ptx.rcp(whole)
-                    inside = uint32(my_row + int32(8 * h))
-                    at = uint32(q_rows + uint32(inside * uint32(BOX_ROW)) + uint32(my_key * int32(2)))
-                    for n in range(d_blocks):
-                        chunk = uint32(uint32(uint32(n % 8) ^ uint32(inside & uint32(7))) * uint32(16))
-                        s = 4 * n + 2 * h
-                        ptx.st_shared(
-                            uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
-                        )
-                fence_proxy_async()
-                mbarrier_arrive(rows_written(base, turn, group))
+                        mbarrier_arrive(ring(base, v_free, last))
+                    leave(base, q_rows, turn, group, sums, total, my_row, my_key)
+                    wgmma_wait(0)
+                    hold_scores(scores, 0)
+                else:
+                    if pending:
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        wgmma_fence()
+                        multiply_values(sums, words, tile_address(v_ring, last))
+                        wgmma_wait(0)
+                        hold_sums(sums, 0)
+                        hold_words(words, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(ring(base, v_free, last))
+                    leave(base, q_rows, turn, group, sums, total, my_row, my_key)
                 turn = uint32(turn + uint32(1))
             if turns and group == uint32(0):
                 barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
