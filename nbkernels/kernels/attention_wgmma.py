@@ -3,7 +3,8 @@
     out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]
 
 After FlashAttention-3 (Shah et al. 2024); the conditional rescaling is FlashAttention-4's. A block stays on its multiprocessor
-and takes work items, each some query rows of one head. Single threads of one warpgroup, the producer, ask for tiles by bulk
+and takes work items, each some query rows of one head; the first scores of the next item are computed while the results of this
+one are written. Single threads of one warpgroup, the producer, ask for tiles by bulk
 tensor copies and send results back. Each of the other warpgroups, the consumers, owns 64 query rows and walks the keys from the
 last tile that they see to the first:
 
@@ -18,10 +19,11 @@ softmax runs under the other's products. Only tiles at the diagonal, the ends an
 from functools import cache, lru_cache
 
 import numpy as np
-from numba import cuda, float32, int32, uint8, uint32, uint64
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import pair_conversions
+from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 from nbkernels.launch.tensor_map import describes, tensor_map
@@ -120,7 +122,8 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths):
 def attention_wgmma_kernel(
     dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths
 ):
-    """16-bit attention by wgmma. grid: any number of blocks; each takes every gridDim.x-th work item.
+    """16-bit attention by wgmma. grid: any number of blocks; each takes one work item after another, in the order of a counter
+    or every gridDim.x-th.
 
     tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
     of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
@@ -151,6 +154,7 @@ def attention_wgmma_kernel(
     k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
     q_full, q_free, written = (8 * (4 * stages + n * q_stages) for n in range(3))
     wiped = written + 8 * q_stages * consumers
+    next_items = wiped + 8 * stages  # a ring as long as q's: the number of the item after this one
     rows_barrier, turn_barrier = 1, 1 + consumers  # numbered barriers: a consumer's own, and its turn's
 
     @cuda.jit(device=True, inline="always")
@@ -310,6 +314,11 @@ def attention_wgmma_kernel(
         return uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)) + uint32(group * uint32(ROWS * BOX_ROW)))
 
     @cuda.jit(device=True, inline="always")
+    def next_item(base, turn):
+        """Where the number of the item after this one stands; it has come when this one's q has."""
+        return uint32(base + uint32(next_items) + uint32(q_slot(turn) * uint32(4)))
+
+    @cuda.jit(device=True, inline="always")
     def leave(base, q_rows, turn, group, sums, total, my_row, my_key):
         """The quotients take the place of the warpgroup's rows of q, in the same boxes, once all of its warps have used those."""
         barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
@@ -347,6 +356,7 @@ def attention_wgmma_kernel(
         section: uint32,
         window: int32,
         scale_log2: float32,
+        counter: ptx.pointer("uint32"),  # of items taken, or null
     ):
         t = uint32(cuda.threadIdx.x)
         # the warpgroup's number, in a form in which the compiler sees that a warp shares it
@@ -365,7 +375,7 @@ def attention_wgmma_kernel(
                     mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
             for s in range(q_stages):
                 mbarrier_init(uint32(base + uint32(q_full + 8 * s)), uint32(1))
-                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(2 if has_lengths else 1))
                 for g in range(consumers):
                     mbarrier_init(rows_written(base, uint32(s), uint32(g)), uint32(WARPGROUP))
             fence_mbarrier_init()
@@ -390,6 +400,7 @@ def attention_wgmma_kernel(
                     kv_head = uint32(head // group_size)
                     left = tiles
                     asked = False
+                    following = uint32(work + uint32(cuda.gridDim.x))
                     while left > int32(0) or not asked:
                         key = uint32(int32(first_tile + left - int32(1)) * int32(tile_n))
                         if left > int32(0):
@@ -402,6 +413,15 @@ def attention_wgmma_kernel(
                             asked = True
                             barrier = q_barrier(base, q_full, turn)
                             mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
+                            ticket = ptx.address(counter, int64(0))
+                            if ticket != uint64(0):
+                                taken = uint32(ptx.atomic_add(ticket, uint32(1)))
+                                if taken == uint32(
+                                    items - uint32(1)
+                                ):  # blocks ask once an item: this was the last time
+                                    ptx.st_global(ticket, uint32(0))
+                                following = uint32(uint32(cuda.gridDim.x) + taken)
+                            ptx.st_shared(next_item(base, turn), following)
                             to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
                             q_row = uint32(first_row)
@@ -415,7 +435,7 @@ def attention_wgmma_kernel(
                             number = uint32(number + uint32(1))
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))
-                    work = uint32(work + uint32(cuda.gridDim.x))
+                    work = following
             elif has_lengths and warp == uint32(1):
                 # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
                 lane = ptx.lane_id()
@@ -436,7 +456,11 @@ def attention_wgmma_kernel(
                         fence_proxy_async()
                         mbarrier_arrive(ring(base, wiped, number))
                     number = uint32(number + uint32(tiles))
-                    work = uint32(work + uint32(cuda.gridDim.x))
+                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                    work = ptx.ld_shared(next_item(base, turn))
+                    if lane == uint32(0):
+                        mbarrier_arrive(q_barrier(base, q_free, turn))
+                    turn = uint32(turn + uint32(1))
             elif t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
                 # rows of the result leave while their warpgroup is at its next item
                 out_map = tensor_map_address(out)
@@ -454,9 +478,9 @@ def attention_wgmma_kernel(
                                 tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, box)
                             bulk_commit()
                     bulk_wait_read(0)
+                    work = ptx.ld_shared(next_item(base, turn))
                     mbarrier_arrive(q_barrier(base, q_free, turn))
                     turn = uint32(turn + uint32(1))
-                    work = uint32(work + uint32(cuda.gridDim.x))
         else:
             more_registers(many)
             sums = cuda.local.array(sum_count, float32)
@@ -477,8 +501,6 @@ def attention_wgmma_kernel(
             )
             asked = False  # whether the scores of this item's first tile are there
             while work < items:
-                work = uint32(work + uint32(cuda.gridDim.x))
-                more = work < items
                 first_row = int32(first_row + int32(group * uint32(ROWS)))
                 row = int32(count - q_len + first_row)
                 for i in range(sum_count):
@@ -559,6 +581,9 @@ def attention_wgmma_kernel(
                         tile = int32(tile - int32(1))
 
                 pending = tiles > int32(0)
+                # in a form in which the compiler sees that a warp shares it
+                work = ptx.shfl_idx_u32(ptx.ld_shared(next_item(base, turn)), uint32(0))
+                more = work < items
                 if more:
                     batch, head, first_row, count, end, first_tile, tiles = item(
                         work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
@@ -650,4 +675,8 @@ def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, s
     maps = [tensor_map(x, (1, rows, 1, BOX), device=device) for x, rows in boxes_of]
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     sizes = (q_len, kv_len, heads, batch * heads, heads // kv_heads, q_tiles, section, window, scale_log2)
-    launch(chosen, (*maps, lengths, *sizes), device, stream)
+    # items of unequal length are taken by whichever block is free
+    counter = None
+    if any(masks) and batch * heads * q_tiles > chosen.grid[0]:
+        counter = memory.counters(1, stream)
+    launch(chosen, (*maps, lengths, *sizes, 0 if counter is None else counter.pointer), device, stream)
