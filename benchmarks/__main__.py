@@ -1,7 +1,7 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give rows for the harness, which
-needs torch and a GPU.
+``generate`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give rows for the
+harness, which needs torch and a GPU.
 """
 
 import argparse

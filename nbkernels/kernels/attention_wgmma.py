@@ -64,7 +64,7 @@ BOX = 64  # columns of a box: 128 bytes, the swizzle's width
 BOX_ROW = 128  # its bytes
 BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
-REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 120)}
 # head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
 # fits shared memory
 TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
@@ -259,29 +259,39 @@ def attention_wgmma_kernel(
         if negative:
             for i in range(score_count):
                 scores[i] = -scores[i]
+        # four chains, two a row: a warp has the instruction pipe nearly to itself and would wait for each result
+        chains = cuda.local.array(4, float32)
+        origin = cuda.local.array(2, float32)
+        for c in range(4):
+            chains[c] = float32(-np.inf)
+        for n in range(n_blocks):
+            for c in range(4):
+                chains[c] = ptx.fmax_nan(chains[c], scores[4 * n + c])
         for h in range(2):
-            # two chains a row: a warp has the instruction pipe nearly to itself and would wait for each result
-            even, odd = float32(-np.inf), float32(-np.inf)
-            for n in range(n_blocks):
-                even = ptx.fmax_nan(even, scores[4 * n + 2 * h])
-                odd = ptx.fmax_nan(odd, scores[4 * n + 2 * h + 1])
-            peak = ptx.fmax_nan(even, odd)
-            peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(1)))
-            peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(2)))
-            peak *= scale_log2
+            chains[h] = ptx.fmax_nan(chains[2 * h], chains[2 * h + 1])
+        for h in range(2):
+            chains[2 + h] = ptx.shfl_bfly(chains[h], uint32(1))
+        for h in range(2):
+            chains[h] = ptx.fmax_nan(chains[h], chains[2 + h])
+        for h in range(2):
+            chains[2 + h] = ptx.shfl_bfly(chains[h], uint32(2))
+        for h in range(2):
+            peak = ptx.fmax_nan(chains[h], chains[2 + h]) * scale_log2
             old = largest[h]
-            new = old
+            origin[h] = old
             if not peak <= old + float32(SLACK):  # a NaN goes through
-                new = peak
-            shrink[h] = ptx.ex2(old - new)
-            largest[h] = new
-            even, odd = float32(0.0), float32(0.0)
-            for n in range(n_blocks):
-                for i in range(2):
-                    scores[4 * n + 2 * h + i] = ptx.ex2(ptx.fma(scores[4 * n + 2 * h + i], scale_log2, -new))
-                even += scores[4 * n + 2 * h]
-                odd += scores[4 * n + 2 * h + 1]
-            total[h] = ptx.fma(total[h], shrink[h], even + odd)
+                origin[h] = peak
+            shrink[h] = ptx.ex2(old - origin[h])
+            largest[h] = origin[h]
+        for c in range(4):
+            chains[c] = float32(0.0)
+        for n in range(n_blocks):
+            for c in range(4):
+                weight = ptx.ex2(ptx.fma(scores[4 * n + c], scale_log2, -origin[c // 2]))
+                scores[4 * n + c] = weight
+                chains[c] += weight
+        for h in range(2):
+            total[h] = ptx.fma(total[h], shrink[h], chains[2 * h] + chains[2 * h + 1])
 
     @cuda.jit(device=True, inline="always")
     def round_weights(scores, words):
@@ -312,6 +322,17 @@ def attention_wgmma_kernel(
     def rows_of(q_ring, turn, group):
         """Where a warpgroup's rows of q are."""
         return uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)) + uint32(group * uint32(ROWS * BOX_ROW)))
+
+    @cuda.jit(device=True, inline="always")
+    def item_after(counter, work, items):
+        """The number of the item that a block takes after the one it has: asked for until it is none of ``items``."""
+        ticket = ptx.address(counter, int64(0))
+        if ticket == uint64(0):
+            return uint32(work + uint32(cuda.gridDim.x))
+        taken = uint32(ptx.atomic_add_relaxed(ticket, uint32(1)))
+        if taken == uint32(items - uint32(1)):  # as many as there are items: this was the last time
+            ptx.st_global(ticket, uint32(0))
+        return uint32(uint32(cuda.gridDim.x) + taken)
 
     @cuda.jit(device=True, inline="always")
     def next_item(base, turn):
@@ -393,6 +414,7 @@ def attention_wgmma_kernel(
                 prefetch_tensor_map(q_map)
                 prefetch_tensor_map(k_map)
                 prefetch_tensor_map(v_map)
+                following = item_after(counter, work, items)
                 while work < items:
                     batch, head, first_row, _, _, first_tile, tiles = item(
                         work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
@@ -400,7 +422,6 @@ def attention_wgmma_kernel(
                     kv_head = uint32(head // group_size)
                     left = tiles
                     asked = False
-                    following = uint32(work + uint32(cuda.gridDim.x))
                     while left > int32(0) or not asked:
                         key = uint32(int32(first_tile + left - int32(1)) * int32(tile_n))
                         if left > int32(0):
@@ -413,14 +434,6 @@ def attention_wgmma_kernel(
                             asked = True
                             barrier = q_barrier(base, q_full, turn)
                             mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
-                            ticket = ptx.address(counter, int64(0))
-                            if ticket != uint64(0):
-                                taken = uint32(ptx.atomic_add(ticket, uint32(1)))
-                                if taken == uint32(
-                                    items - uint32(1)
-                                ):  # blocks ask once an item: this was the last time
-                                    ptx.st_global(ticket, uint32(0))
-                                following = uint32(uint32(cuda.gridDim.x) + taken)
                             ptx.st_shared(next_item(base, turn), following)
                             to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
@@ -436,6 +449,8 @@ def attention_wgmma_kernel(
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))
                     work = following
+                    if work < items:
+                        following = item_after(counter, work, items)
             elif has_lengths and warp == uint32(1):
                 # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
                 lane = ptx.lane_id()

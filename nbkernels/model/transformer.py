@@ -19,8 +19,8 @@ from nbkernels.model import backend
 # On the CPU a matrix with so many times more rows than columns is kept by columns: BLAS then multiplies a vector by it in three
 # quarters of the time (2 cores, OpenBLAS, 3072×576: 20 against 27 GB/s); for squarer ones rows are faster.
 TALL = 4
-# ``quantize`` of ``load`` -> (columns a scale of the matrices, None being a whole row; activations of ``int8_matmul``). Groups of 32
-# are those of the GGUF block formats.
+# ``quantize`` of ``load`` -> (columns a scale of the matrices, None being a whole row; activations of ``int8_matmul``). Groups of
+# 32 are those of the GGUF block formats.
 QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activations": (None, "int8")}
 
 

@@ -35,6 +35,7 @@ from nbkernels.ptx.convert import (
 from nbkernels.ptx.memory import (
     address,
     atomic_add,
+    atomic_add_relaxed,
     cp_async_4_zfill,
     cp_async_16,
     cp_async_16_zfill,

@@ -150,6 +150,11 @@ def atomic_add(address, a):
     """
 
 
+@instruction(uint32(uint64, uint32), "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;", effect="writes")
+def atomic_add_relaxed(address, a):
+    """As atomic_add, and orders nothing else: for a count that no data hangs on."""
+
+
 @instruction(float32(uint64), "ld.relaxed.gpu.global.f32 $0, [$1];", effect="writes")
 def ld_global_relaxed_f32(address):
     """A float32 that another block may have written: never from this multiprocessor's own cache."""
