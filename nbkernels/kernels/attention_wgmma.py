@@ -64,7 +64,7 @@ BOX = 64  # columns of a box: 128 bytes, the swizzle's width
 BOX_ROW = 128  # its bytes
 BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
-REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 120)}
+REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 # head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
 # fits shared memory
 TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
