@@ -4,6 +4,7 @@ import pytest
 import tiny_model
 
 from nbkernels.cli import main
+from nbkernels.model.transformer import QUANTIZATIONS
 
 pytest.importorskip("gguf")
 
@@ -43,6 +44,13 @@ def test_errors_are_one_line(capsys, model, arguments, said):
     status, out, err = run(capsys, *[model if a == "MODEL" else a for a in arguments])
     assert status == 2 and out == ""
     assert said in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_the_ways_to_quantize_are_those_of_load(capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "--help")
+    said = capsys.readouterr().out
+    assert f"--quantize {{{','.join(QUANTIZATIONS)}}}" in said
 
 
 def test_no_demo_model_says_how_to_get_it(capsys, tmp_path, monkeypatch):

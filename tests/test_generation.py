@@ -13,6 +13,7 @@ import tiny_model
 import nbkernels as nbk
 from nbkernels.launch import emulated
 from nbkernels.launch.device import current
+from nbkernels.model.transformer import QUANTIZATIONS
 
 pytest.importorskip("gguf")
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_135m_q4_1.json").read_text())["cases"]
@@ -75,6 +76,16 @@ def test_cached_steps_equal_one_pass(tiny):
     everything = tiny.encode("the a") + generation.ids
     want = np.argmax(plain_logits(everything[:-1])[len(tiny.encode("the a")) - 1 :], axis=-1)
     assert generation.ids == want.tolist()
+
+
+@pytest.mark.parametrize("quantize", QUANTIZATIONS)
+def test_int8_logits_are_near_the_dense_ones(tmp_path, tiny, quantize):
+    """Eight bits of a weight are off by some thousandths; so are eight bits of an activation, and not by chance the same."""
+    int8 = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="cpu", quantize=quantize)
+    ids = tiny.encode("the quick fox.")
+    want = tiny.logits(ids)
+    error = np.linalg.norm(int8.logits(ids) - want) / np.linalg.norm(want)
+    assert 1e-4 < error < 5e-2
 
 
 def test_the_emulator_continues_as_the_cpu(model_path):
@@ -192,7 +203,7 @@ def test_the_cpu_needs_no_numba(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, *QUANTIZATIONS])
 def test_devices_agree(tmp_path, quantize):
     path = tiny_model.write(tmp_path / "t.gguf")
     cpu = nbk.load(path, device="cpu", quantize=quantize)
