@@ -207,7 +207,8 @@ class Int8Weight:
     """A matrix [out, in] quantised to int8: weight[o, i] = values[o, i] · scales[o, i // group_size].
 
     values int8 [out, in]; scales float32 [out, groups]; group_size: columns a scale, or None for one scale a row (scales
-    [out, 1]). The last group may be short. Both are arrays of one kind, host or device.
+    [out, 1]). The last group may be short. Both are arrays of one kind, host or device. Quantised activations are the same with
+    any number of axes for out: values [..., in], scales [..., 1] or [...].
     """
 
     values: object
@@ -215,14 +216,15 @@ class Int8Weight:
     group_size: int | None = None
 
     def __post_init__(self):
-        if len(self.values.shape) != 2:
-            raise ValueError(f"values: shape {tuple(self.values.shape)}, wanted [out, in]")
-        out, columns = self.values.shape
+        if len(self.values.shape) == 0:
+            raise ValueError("values: a scalar, wanted [out, in] or [..., in]")
+        *out, columns = self.values.shape
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size: {self.group_size}, wanted a positive number of columns or None")
         groups = 1 if self.group_size is None else max(1, -(-columns // self.group_size))
-        if tuple(self.scales.shape) != (out, groups):
-            raise ValueError(f"scales: shape {tuple(self.scales.shape)}, wanted {(out, groups)} for {(out, columns)}")
+        shape = tuple(self.scales.shape)
+        if shape != (*out, groups) and not (self.group_size is None and shape == tuple(out)):
+            raise ValueError(f"scales: shape {shape}, wanted {(*out, groups)} for {(*out, columns)}")
 
     @property
     def shape(self):
