@@ -63,38 +63,43 @@ def _multiply(warp_m, warp_n, tile_n, span):
     update = ptx.mma_update("int8")
 
     @cuda.jit(device=True, inline="always")
-    def multiply(x_tile, w_tile, scales, warp_row, warp_column, lane, exact, sums):
+    def multiply_piece(k, x_tile, w_tile, scales, warp_row, warp_column, lane, exact, sums):
+        """The products of PIECE columns; k, their number in the stage, is a constant."""
         a = cuda.local.array(a_words, uint32)
         b = cuda.local.array(b_words, uint32)
-        for k in range(pieces):
-            for n in range(n_tiles // 2):
-                row = uint32(
-                    warp_column + uint32(16 * n) + (lane & uint32(7)) + uint32((lane >> uint32(4)) << uint32(3))
-                )
-                piece = uint32(uint32(2 * k) + uint32(uint32(lane >> uint32(3)) & uint32(1)))
-                words = ptx.ldmatrix_x4(uint32(w_tile + offset(row, piece)))
-                for j in range(4):
-                    b[4 * n + j] = words[j]
-            for m in range(m_tiles):
-                row = uint32(warp_row + uint32(16 * m) + (lane & uint32(15)))
-                piece = uint32(uint32(2 * k) + uint32(lane >> uint32(4)))
-                words = ptx.ldmatrix_x4(uint32(x_tile + offset(row, piece)))
-                for j in range(4):
-                    a[4 * m + j] = words[j]
-            for m in range(m_tiles):
-                for n in range(n_tiles):
-                    update(exact, 4 * (m * n_tiles + n), a, 4 * m, b[2 * n], b[2 * n + 1])
-            if (k + 1) % pieces_a_span == 0:
-                for n in range(n_tiles):
-                    column = uint32(warp_column + uint32(8 * n) + uint32(uint32(lane & uint32(3)) << uint32(1)))
-                    at = uint32(scales + uint32(uint32(column + uint32(k // pieces_a_span * tile_n)) << uint32(2)))
-                    pair = ptx.ld_shared_f32(at), ptx.ld_shared_f32(uint32(at + uint32(4)))
-                    for m in range(m_tiles):
-                        for j in range(4):
-                            c = 4 * (m * n_tiles + n) + j
-                            value = ptx.float_from_bits(uint32(exact[c])) - ROUNDER
-                            sums[c] = ptx.fma(value, pair[j % 2], sums[c])
-                            exact[c] = int32(ROUNDER_BITS)
+        for n in range(n_tiles // 2):
+            row = uint32(warp_column + uint32(16 * n) + (lane & uint32(7)) + uint32((lane >> uint32(4)) << uint32(3)))
+            piece = uint32(uint32(2 * k) + uint32(uint32(lane >> uint32(3)) & uint32(1)))
+            words = ptx.ldmatrix_x4(uint32(w_tile + offset(row, piece)))
+            for j in range(4):
+                b[4 * n + j] = words[j]
+        for m in range(m_tiles):
+            row = uint32(warp_row + uint32(16 * m) + (lane & uint32(15)))
+            piece = uint32(uint32(2 * k) + uint32(lane >> uint32(4)))
+            words = ptx.ldmatrix_x4(uint32(x_tile + offset(row, piece)))
+            for j in range(4):
+                a[4 * m + j] = words[j]
+        for m in range(m_tiles):
+            for n in range(n_tiles):
+                update(exact, 4 * (m * n_tiles + n), a, 4 * m, b[2 * n], b[2 * n + 1])
+        if (k + 1) % pieces_a_span == 0:
+            for n in range(n_tiles):
+                column = uint32(warp_column + uint32(8 * n) + uint32(uint32(lane & uint32(3)) << uint32(1)))
+                at = uint32(scales + uint32(uint32(column + uint32(k // pieces_a_span * tile_n)) << uint32(2)))
+                pair = ptx.ld_shared_f32(at), ptx.ld_shared_f32(uint32(at + uint32(4)))
+                for m in range(m_tiles):
+                    for j in range(4):
+                        c = 4 * (m * n_tiles + n) + j
+                        value = ptx.float_from_bits(uint32(exact[c])) - ROUNDER
+                        sums[c] = ptx.fma(value, pair[j % 2], sums[c])
+                        exact[c] = int32(ROUNDER_BITS)
+
+    # two by name: the compiler doesn't always unroll a loop as long as this
+    @cuda.jit(device=True, inline="always")
+    def multiply(x_tile, w_tile, scales, warp_row, warp_column, lane, exact, sums):
+        for pair in range(pieces // 2):
+            multiply_piece(2 * pair, x_tile, w_tile, scales, warp_row, warp_column, lane, exact, sums)
+            multiply_piece(2 * pair + 1, x_tile, w_tile, scales, warp_row, warp_column, lane, exact, sums)
 
     return multiply
 
