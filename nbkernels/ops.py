@@ -12,6 +12,7 @@ argument, before anything is launched.
 """
 
 from importlib import import_module
+from math import prod
 
 import numpy as np
 
@@ -530,7 +531,7 @@ def int8_matmul(
 
     activations="int8": x is quantised too, row by row (a scale a row, as ``quantize_int8`` does it), and products of int8 are
     summed in int32, exactly; the rest is float32. x may also come quantised: an Int8Weight with values [..., in] and scales
-    [..., 1] or [...]. A row of x with a NaN or an infinity gives NaN. group_size of the weight must then be a multiple of 32, or
+    [..., 1]. A row of x with a NaN or an infinity gives NaN. group_size of the weight must then be a multiple of 32, or
     at least ``in``; with one scale a row ``in`` is at most 131071, beyond which int32 could overflow.
 
     dtype: of the result, bias and residual with int8 activations; default x's, or of an x that comes quantised that of residual
@@ -559,7 +560,6 @@ def int8_matmul(
     _check_dtype(dtype, bias=call.bias, residual=call.residual)
     _check_dtype(np.int8, **{"weight.values": call.values})
     _check_dtype(np.float32, **{"weight.scales": call.scales})
-    _check_axes("weight.scales", call.scales, ("out", "groups"))
     described = Int8Weight(call.values, call.scales, weight.group_size)
     shape = _check_matmul(call, described, activation)
     if quantised or activations == "int8":
@@ -612,8 +612,6 @@ def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
         values, scales = call.x, call.x_scales
         if not quantised:
             values, scales = _quantised_rows(call)
-        elif scales.ndim < values.ndim:
-            scales = DeviceArray(scales.pointer, (*scales.shape, 1), (*scales.strides, 1), scales.dtype, scales.owner)
         run = _kernels("int8_matmul").run_int8
         for rows, row_scales, added, result in _merge_rows_apart((values, scales, call.residual, y)):
             run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream)
@@ -622,10 +620,8 @@ def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
 
 def _quantised_rows(call):
     """x of a call in int8, in memory of our own that lasts as long as the work on it: values [rows, in], scales [rows, 1]."""
-    depth = call.x.shape[-1]
-    rows = 1
-    for extent in call.x.shape[:-1]:
-        rows *= extent
+    *outer, depth = call.x.shape
+    rows = prod(outer)
     values = memory.empty((rows, depth), np.int8, call.stream)
     scales = memory.empty((rows, 1), np.float32, call.stream)
     start = 0
@@ -633,7 +629,6 @@ def _quantised_rows(call):
         end = start + some.shape[0]
         _kernels("quantize").run(some, values[start:end], scales[start:end], None, call.device, call.stream)
         start = end
-    outer = call.x.shape[:-1]
     return values.reshape(*outer, depth), scales.reshape(*outer, 1)
 
 
@@ -727,7 +722,6 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
     if quantised:
         _check_dtype(np.int8, **{"table.values": call.values})
         _check_dtype(np.float32, **{"table.scales": call.scales})
-        _check_axes("table.scales", call.scales, ("vocab", "groups"))
         described = Int8Weight(call.values, call.scales, table.group_size)
         dtype = _as_dtype(np.float32 if dtype is None else dtype)
     else:
