@@ -45,11 +45,11 @@ SHAPES = [
 
 
 def quantised(rows, depth, group_size=None, seed=1):
-    """An Int8Weight on the host, its values over the whole range; scales of 1e-3 to 1, and of 0 in one row."""
+    """An Int8Weight on the host, its values over the whole range; scales of 1e-4 to 0.1, and of 0 in one row."""
     rng = np.random.default_rng(seed)
     groups = 1 if group_size is None else -(-depth // group_size)
     values = rng.integers(-128, 128, (rows, depth)).astype(np.int8)
-    scales = np.exp(rng.uniform(np.log(1e-3), 0, (rows, groups))).astype(np.float32)
+    scales = np.exp(rng.uniform(np.log(1e-4), np.log(0.1), (rows, groups))).astype(np.float32)
     if rows > 2:
         values[1], scales[1] = 0, 0
     return Int8Weight(values, scales, group_size)
@@ -282,13 +282,14 @@ def test_wgmma(hopper, shape, dtype, tile, stages, ping_pong, epilogue):  # noqa
     x, weight = quantised(rows, depth, seed=2), quantised(columns, depth)
     given = extras(rows, columns, dtype, **epilogue)
     kept = [(padded(q.values)[1], to_device(np.repeat(q.scales, 2, axis=1))[:, :1]) for q in (x, weight)]
+    bias = to_device(given.get("bias"))
     residual = padded(given["residual"]) if "residual" in given else (None, None)
     whole, out = padded(np.full((rows, columns), np.nan, dtype))
     has = Epilogue(True, "bias" in given, given["activation"], "residual" in given)
     constants = (dtype, *tile, stages, ping_pong, has)
     chosen = matmul_wgmma_int8.plan_of(rows, columns, constants, 132 if rows > 1000 else 2)
     arguments = matmul_wgmma_int8.arguments(
-        chosen, *kept[0], *kept[1], to_device(given.get("bias")), residual[1], out, current(), band_rows=2 * tile[0]
+        chosen, *kept[0], *kept[1], bias, residual[1], out, current(), band_rows=2 * tile[0]
     )
     launch(chosen, arguments, current())
     written = to_host(whole)
