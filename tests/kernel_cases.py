@@ -192,6 +192,7 @@ def int8_product(name, dtype, m, k, n, group_size, **epilogue):
 
 int8_product("int8_matmul float32, int8 activations, few rows, groups", F32, 3, 200, 50, 32, residual=True)
 int8_product("int8_matmul bfloat16, int8 activations", BF16, 40, 144, 70, None, bias=True)
+int8_product("int8_matmul bfloat16, int8 activations, a large weight", BF16, 2, 1024, 2052, None, bias=True)
 # on sm_90a by wgmma: two tiles a block, edges, a depth that is no multiple of a step
 int8_product("int8_matmul bfloat16, int8 activations, a prompt", BF16, 130, 144, 264, None, bias=True, residual=True)
 int8_product("int8_matmul float32, int8 activations, a prompt", F32, 130, 144, 132, None, activation="silu")

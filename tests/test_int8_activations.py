@@ -9,7 +9,7 @@ from test_matmul_wgmma import hopper, padded  # noqa: F401
 import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.arrays import Int8Weight
-from nbkernels.kernels import int8_matmul, matmul_tiles_int8, matmul_wgmma_int8
+from nbkernels.kernels import int8_matmul, matmul_stream_int8, matmul_tiles_int8, matmul_wgmma_int8
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import emulated
 from nbkernels.launch.device import current
@@ -320,10 +320,60 @@ def test_which_calls_wgmma_takes(rows, columns, depth, group_size, dtype, served
     assert plans[0].factory is factory
 
 
+# ---- matmul_stream_int8 -------------------------------------------------------------------------------------------------------
+
+STREAM = [
+    pytest.param((1, 300, 400), F32, (1, 8), 3, {}, id="tiles in parts, each of two blocks or three"),
+    pytest.param((9, 130, 1040), BF16, (1, 4), 7, FULL, id="a tile in many parts, an odd column tile"),
+    pytest.param((16, 256, 272), F16, (1, 8), 2, {"bias": True}, id="a tile a block"),
+    pytest.param((33, 200, 144), F32, (1, 4), 3, FULL, id="64 rows, of which half"),
+    pytest.param((64, 101, 16), BF16, (1, 8), 1, {"residual": True}, id="less than a step, odd columns"),
+    pytest.param((8, 300, 400), BF16, (2, 4), 5, FULL, id="two fragments a warp"),
+    pytest.param((16, 14336, 4096), BF16, (1, 8), 132, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param((64, 4096, 14336), F32, (1, 8), 132, {}, id="large, deep", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("shape, dtype, warps, blocks, epilogue", STREAM)
+def test_stream(hopper, shape, dtype, warps, blocks, epilogue):  # noqa: F811
+    rows, columns, depth = shape
+    x, weight = quantised(rows, depth, seed=2), quantised(columns, depth)
+    given = extras(rows, columns, dtype, **epilogue)
+    kept = [(padded(q.values)[1], to_device(np.repeat(q.scales, 2, axis=1))[:, :1]) for q in (x, weight)]
+    bias, residual = to_device(given.get("bias")), to_device(given.get("residual"))
+    has = Epilogue(True, "bias" in given, given["activation"], "residual" in given)
+    chosen = matmul_stream_int8.plan(rows, columns, depth, dtype, has, blocks, shape=warps)
+    for _ in range(2):  # the second launch finds the counters as the first has left them
+        out = poisoned((rows, columns), dtype)
+        matmul_stream_int8.launch_plan(chosen, *kept[0], *kept[1], bias, residual, out, current(), 0)
+        assert relative_error(out, exact(x, weight, **given)) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize(
+    "rows, columns, depth, group_size, served",
+    [
+        (1, 2048, 1024, None, True),
+        (64, 2048, 1024, None, True),
+        (65, 2048, 1024, None, False),
+        (1, 2047, 1024, None, False),  # less than 2 MB
+        (1, 2064, 1017, None, False),  # rows of x of 1017 bytes
+        (1, 2048, 1024, 32, False),
+    ],
+)
+def test_which_calls_stream_takes(rows, columns, depth, group_size, served):
+    x, weight = quantised(rows, depth), quantised(columns, depth, group_size)
+    with nbk.device("emulator", arch="sm_90a"), emulated.observed() as plans:
+        out = to_host(nbk.int8_matmul(on_device(x), on_device(weight)))
+    assert (plans[0].factory is matmul_stream_int8.matmul_stream_int8_kernel) == served
+    assert relative_error(out, exact(x, weight)) < ROUNDED[F32]
+
+
 def test_plans_fit():
     for rows in (1, 16, 17, 64, 65, 512, 4096, 70001):
         for columns in (1, 64, 1024, 14336, 50256):
             for dtype in (BF16, F32):
+                chosen = matmul_stream_int8.plan(min(rows, 64), columns, 4096, dtype, Epilogue(True), 132)
+                assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024
                 chosen = matmul_wgmma_int8.plan(rows, columns, dtype, Epilogue(True), 132)
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024
                 for group_size in (0, 32, 128):

@@ -150,6 +150,7 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
     x_bytes, weight_bytes = tile_m * STEP, tile_n * STEP
     both = x_bytes + weight_bytes
     own_rows = tile_m if ping_pong else tile_m // CONSUMERS  # of a tile, a consumer's
+    assert own_rows % BOX == 0
     blocks = own_rows // BOX
     halves = 2 * blocks  # a lane's rows, 8 apart in pairs
     count = tile_n // 2
