@@ -38,10 +38,15 @@ ROUNDER_BITS = int(ROUNDER.view(np.int32))
 # Shared memory of a block that every architecture from sm_80 on has
 SHARED_BYTES = 99 * 1024
 STAGES, STAGES_OF_FEW_ROWS = 4, 8  # at most: a tile of few rows is bound by memory, and has more on its way
-# (rows up to which it serves, tile_m, tile_n, warp_m, warp_n), the smallest first
-SMALL_TILES = ((16, 16, 64, 16, 16), (32, 32, 64, 16, 32))
-MIDDLE_TILE = (64, 64, 32, 32)
+# (tile_m, tile_n, warp_m, warp_n)
 LARGE_TILE, LARGE_TILE_OF_GROUPS = (128, 128, 64, 32), (128, 64, 32, 32)
+# by the rows up to which they serve: the tile, and one half as wide for where the first is too large to be one a multiprocessor
+TILES = (
+    (16, (16, 64, 16, 16), (16, 32, 16, 16)),
+    (32, (32, 64, 16, 32), (32, 32, 16, 16)),
+    (1 << 63, (64, 64, 32, 32), (64, 32, 32, 16)),
+)
+FEW_ROWS = 32
 
 
 def span_of(group_size):
@@ -283,12 +288,13 @@ def plan(rows, columns, dtype, group_size, wide, pairs, epilogue, sm_count):
     """rows, columns > 0; group_size, wide and pairs as ``matmul_tiles_int8_kernel``."""
     # sums of a span beside those of all double the registers of a warp's part of y, so it is half as large
     large = LARGE_TILE_OF_GROUPS if group_size else LARGE_TILE
-    few = [tile for most, *tile in SMALL_TILES if rows <= most]
-    if few:
-        tile, most_stages = few[0], STAGES_OF_FEW_ROWS
+    # small tiles read shared memory and L2 more often, but a large tile only pays where there is one a multiprocessor
+    if blocks(rows, columns, *large[:2]) >= sm_count and rows > FEW_ROWS:
+        tile = large
     else:
-        # small tiles read shared memory and L2 more often, but a large tile only pays where there is one a multiprocessor
-        tile, most_stages = large if blocks(rows, columns, *large[:2]) >= sm_count else MIDDLE_TILE, STAGES
+        wider, narrower = next(tiles for most, *tiles in TILES if rows <= most)
+        tile = wider if blocks(rows, columns, *wider[:2]) >= sm_count else narrower
+    most_stages = STAGES_OF_FEW_ROWS if rows <= FEW_ROWS else STAGES
     stages = min(most_stages, SHARED_BYTES // _stage_bytes(group_size, *tile[:2]))
     return plan_of(rows, columns, (dtype, group_size, wide, pairs, *tile, stages, epilogue))
 
