@@ -46,7 +46,7 @@ TILES = (
     (32, (32, 64, 16, 32), (32, 32, 16, 16)),
     (1 << 63, (64, 64, 32, 32), (64, 32, 32, 16)),
 )
-FEW_ROWS = 32
+FEW_ROWS, MIDDLE_ROWS = 32, 64
 
 
 def span_of(group_size):
@@ -289,7 +289,7 @@ def plan(rows, columns, dtype, group_size, wide, pairs, epilogue, sm_count):
     # sums of a span beside those of all double the registers of a warp's part of y, so it is half as large
     large = LARGE_TILE_OF_GROUPS if group_size else LARGE_TILE
     # small tiles read shared memory and L2 more often, but a large tile only pays where there is one a multiprocessor
-    if blocks(rows, columns, *large[:2]) >= sm_count and rows > FEW_ROWS:
+    if rows > MIDDLE_ROWS and blocks(rows, columns, *large[:2]) >= sm_count:
         tile = large
     else:
         wider, narrower = next(tiles for most, *tiles in TILES if rows <= most)
