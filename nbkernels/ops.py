@@ -12,6 +12,7 @@ argument, before anything is launched.
 """
 
 from importlib import import_module
+from math import prod
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from nbkernels.launch.device import DeviceError, cuda_device, current
 from nbkernels.launch.replay import replayed
 
 ACTIVATIONS = (None, "silu", "gelu")
+INT8_DEPTH = 2**17  # from so many columns on 128 · 128 · columns may not fit into int32
 
 
 class _Call:
@@ -513,23 +515,121 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, st
 
 
 @replayed
-def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
-    """``matmul`` with an Int8Weight of [out, in], dequantised on the way: sums in float32, the result in x's dtype."""
+def int8_matmul(
+    x,
+    weight,
+    *,
+    bias=None,
+    residual=None,
+    activation=None,
+    activations=None,
+    dtype=None,
+    out=None,
+    stream=None,
+):
+    """``matmul`` with an Int8Weight of [out, in], dequantised on the way: sums in float32, the result in x's dtype.
+
+    activations="int8": x is quantised too, row by row (a scale a row, as ``quantize_int8`` does it), and products of int8 are
+    summed in int32, exactly; the rest is float32. x may also come quantised: an Int8Weight with values [..., in] and scales
+    [..., 1]. A row of x with a NaN or an infinity gives NaN. group_size of the weight must then be a multiple of 32, or
+    at least ``in``; with one scale a row ``in`` is at most 131071, beyond which int32 could overflow.
+
+    dtype: of the result, bias and residual with int8 activations; default x's, or of an x that comes quantised that of residual
+    or bias, else float32.
+    """
     if not isinstance(weight, Int8Weight):
         raise TypeError(f"weight: {type(weight).__name__}, wanted an Int8Weight (see quantize_int8)")
-    parts = {"values": weight.values, "scales": weight.scales}
-    call = _Call(stream, ("bias", "residual", "out"), x=x, **parts, bias=bias, residual=residual, out=out)
-    dtype = _check_float(x=call.x, bias=call.bias, residual=call.residual)
+    _check_choice("activations", activations, (None, "int8"))
+    quantised = isinstance(x, Int8Weight)
+    first, x_scales = (x.values, x.scales) if quantised else (x, None)
+    parts = {"x_scales": x_scales, "values": weight.values, "scales": weight.scales}
+    call = _Call(
+        stream, ("x_scales", "bias", "residual", "out"), x=first, **parts, bias=bias, residual=residual, out=out
+    )
+    if quantised:
+        _check_dtype(np.int8, **{"x.values": call.x})
+        _check_dtype(np.float32, **{"x.scales": call.x_scales})
+        own = next((a.dtype for a in (call.residual, call.bias) if a is not None), np.dtype(np.float32))
+    else:
+        own = _check_float(x=call.x)
+    dtype = own if dtype is None else _as_dtype(dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype: {dtype}, wanted float32, float16 or bfloat16")
+    if not quantised and activations is None and dtype != own:
+        raise TypeError(f"dtype: {dtype}, wanted {own} as x")
+    _check_dtype(dtype, bias=call.bias, residual=call.residual)
     _check_dtype(np.int8, **{"weight.values": call.values})
     _check_dtype(np.float32, **{"weight.scales": call.scales})
     described = Int8Weight(call.values, call.scales, weight.group_size)
     shape = _check_matmul(call, described, activation)
+    if quantised or activations == "int8":
+        return _int8_by_int8(call, x, first, described, shape, dtype, activation, out)
     if call.on_host:
         _check_out(call, shape, dtype)
         value = reference.int8_matmul(call.x, described, bias=call.bias, residual=call.residual, activation=activation)
         return _finish_host(value, x, out)
     _check_contiguous_last(**{"weight.scales": call.scales})
     return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out)
+
+
+def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
+    """int8_matmul with int8 activations: x as it was given, quantised or not; first: its array."""
+    depth = weight.shape[1]
+    quantised = isinstance(x, Int8Weight)
+    if quantised and x.group_size is not None and x.group_size < depth:
+        raise ValueError(f"x: group_size {x.group_size}, wanted one scale a row")
+    if weight.group_size is None or weight.group_size >= depth:
+        if depth >= INT8_DEPTH:
+            raise ValueError(f"x: {depth} columns, wanted less than {INT8_DEPTH} for sums in int32, or a scale a group")
+    elif weight.group_size % 32:
+        raise ValueError(f"weight: group_size {weight.group_size}, wanted a multiple of 32 with int8 activations")
+    if call.on_host:
+        _check_out(call, shape, dtype)
+        given = Int8Weight(call.x, call.x_scales) if quantised else call.x
+        value = reference.int8_matmul(
+            given,
+            weight,
+            bias=call.bias,
+            residual=call.residual,
+            activation=activation,
+            activations="int8",
+            dtype=dtype,
+        )
+        return _finish_host(value, first, out)
+    _check_contiguous_last(
+        **{"x": call.x, "weight": weight.values, "weight.scales": weight.scales},
+        bias=call.bias,
+        residual=call.residual,
+        out=call.out,
+    )
+    y = call.result(shape, dtype, out)
+    _check_overlap(
+        call.out,
+        same=[("residual", call.residual)],
+        other=[("x", call.x), ("x.scales", call.x_scales), ("weight", weight.values), ("bias", call.bias)],
+    )
+    if y.size:
+        values, scales = call.x, call.x_scales
+        if not quantised:
+            values, scales = _quantised_rows(call)
+        run = _kernels("int8_matmul").run_int8
+        for rows, row_scales, added, result in _merge_rows_apart((values, scales, call.residual, y)):
+            run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+def _quantised_rows(call):
+    """x of a call in int8, in memory of our own that lasts as long as the work on it: values [rows, in], scales [rows, 1]."""
+    *outer, depth = call.x.shape
+    rows = prod(outer)
+    values = memory.empty((rows, depth), np.int8, call.stream)
+    scales = memory.empty((rows, 1), np.float32, call.stream)
+    start = 0
+    for (some,) in _merge_rows((call.x,)):
+        end = start + some.shape[0]
+        _kernels("quantize").run(some, values[start:end], scales[start:end], None, call.device, call.stream)
+        start = end
+    return values.reshape(*outer, depth), scales.reshape(*outer, 1)
 
 
 def _check_matmul(call, weight, activation):
@@ -555,24 +655,25 @@ def _run_matmul(name, call, weight, shape, dtype, activation, out):
     )
     if y.size:
         run = _kernels(name).run
-        for rows, added, result in _merge_matmul_rows(call.x, call.residual, y):
+        for rows, added, result in _merge_rows_apart((call.x, call.residual, y)):
             run(rows, weight, call.bias, added, activation, result, call.device, call.stream)
     return call.hand_out(y, call.returned)
 
 
-def _merge_matmul_rows(x, residual, y):
+def _merge_rows_apart(arrays):
     """As _merge_rows for arrays whose last axes differ."""
-    if x.ndim == 2:
-        yield x, residual, y
+    first = arrays[0]
+    if first.ndim == 2:
+        yield arrays
         return
-    if x.ndim == 1:
-        yield x.reshape(1, -1), None if residual is None else residual.reshape(1, -1), y.reshape(1, -1)
+    if first.ndim == 1:
+        yield tuple(x if x is None else x.reshape(1, -1) for x in arrays)
         return
     try:
-        merged = (_as_rows(x), None if residual is None else _as_rows(residual), _as_rows(y))
+        merged = tuple(x if x is None else _as_rows(x) for x in arrays)
     except ValueError:
-        for i in range(x.shape[0]):
-            yield from _merge_matmul_rows(x[i], None if residual is None else residual[i], y[i])
+        for i in range(first.shape[0]):
+            yield from _merge_rows_apart(tuple(x if x is None else x[i] for x in arrays))
     else:
         yield merged
 

@@ -130,10 +130,50 @@ def dequantize_int8(weight, dtype=np.float32):
     return (weight.values.astype(work) * scales).astype(dtype, copy=False)
 
 
-def int8_matmul(x, weight, *, bias=None, residual=None, activation=None):
-    """activation(x @ dequantised(weight)ᵀ + bias) + residual. x [..., in], weight Int8Weight of [out, in]."""
-    dense = dequantize_int8(weight, np.float64 if x.dtype == np.float64 else np.float32)
-    return matmul(x, dense, bias=bias, residual=residual, activation=activation)
+def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, activations=None, dtype=None):
+    """activation(x @ dequantised(weight)ᵀ + bias) + residual. x [..., in], weight Int8Weight of [out, in].
+
+    activations "int8", or x an Int8Weight of [..., in] with a scale a row: products of int8, summed exactly, and then
+
+        activation(x_scale · Σ_span float(Σ_(k in span) x · values) · scale + bias) + residual
+
+    in float32, or float64 where dtype, of the result, is that. A span is a row where it has one scale, else the greatest common
+    divisor of group_size and 128; spans are added in their order. A row of x that holds NaN or an infinity is NaN.
+    """
+    if activations is None and not isinstance(x, Int8Weight):
+        dense = dequantize_int8(weight, np.float64 if x.dtype == np.float64 else np.float32)
+        return matmul(x, dense, bias=bias, residual=residual, activation=activation)
+    if not isinstance(x, Int8Weight):
+        dtype = dtype or x.dtype
+        with np.errstate(invalid="ignore"):
+            rows = quantize_int8(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        x = Int8Weight(rows.values.reshape(x.shape), rows.scales.reshape(*x.shape[:-1], 1))
+    dtype = np.dtype(dtype or np.float32)
+    work = np.float64 if dtype == np.float64 else np.float32
+    columns, depth = weight.shape
+    rows = math.prod(x.values.shape[:-1])
+    values = x.values.reshape(rows, depth).astype(np.float64)  # whose sums are exact to 2^53
+    one_scale = weight.group_size is None or weight.group_size >= depth
+    span = max(depth, 1) if one_scale else math.gcd(weight.group_size, 128)
+    product = np.zeros((rows, columns), work)
+    for start in range(0, depth, span):
+        here = slice(start, start + span)
+        sums = values[:, here] @ weight.values[:, here].T.astype(np.float64)
+        scale = weight.scales[:, 0 if one_scale else start // weight.group_size]
+        # with groups a fused multiplication and addition
+        product = (sums if one_scale else sums * scale + product).astype(work)
+    scales = x.scales.reshape(-1, 1)
+    with np.errstate(invalid="ignore"):
+        product = product * np.where(np.isfinite(scales), scales, np.float32(np.nan)).astype(work)
+        if one_scale:
+            product = product * weight.scales[:, 0]
+        product = product.reshape(*x.values.shape[:-1], columns)
+        if bias is not None:
+            product = product + _work(bias)
+        product = _ACTIVATIONS[activation](product)
+        if residual is not None:
+            product = product + _work(residual)
+    return product.astype(dtype, copy=False)
 
 
 def embedding(ids, table, *, dtype=None):

@@ -163,6 +163,41 @@ product("int8_matmul float16, a prompt, a scale a row", F16, 130, 144, 264, None
 product("int8_matmul bfloat16, a prompt, groups", BF16, 130, 160, 264, 32, residual=True, gpu_bound=4e-3)
 
 
+def int8_product(name, dtype, m, k, n, group_size, **epilogue):
+    """int8_matmul of floats that are quantised on the way; the same quantised values are multiplied in float64."""
+
+    def arrays():
+        weight = reference.quantize_int8(random((n, k), F32, 1), group_size=group_size)
+        rest = dict(epilogue)
+        if rest.pop("bias", False):
+            rest["bias"] = random((n,), dtype, 2)
+        if rest.pop("residual", False):
+            rest["residual"] = random((m, n), dtype, 3)
+        return random((m, k), dtype, 0), weight, rest
+
+    def call():
+        x, weight, rest = arrays()
+        rest = {key: to_device(v) if isinstance(v, np.ndarray) else v for key, v in rest.items()}
+        on_device = Int8Weight(to_device(weight.values), to_device(weight.scales), weight.group_size)
+        out = poisoned((m, n), dtype)
+        return [to_host(nbk.int8_matmul(to_device(x), on_device, activations="int8", out=out, **rest))]
+
+    def want():
+        x, weight, rest = arrays()
+        rest = {key: wide(v)[0] if isinstance(v, np.ndarray) else v for key, v in rest.items()}
+        return [reference.int8_matmul(reference.quantize_int8(x), weight, dtype=np.float64, **rest)]
+
+    CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
+
+
+int8_product("int8_matmul float32, int8 activations, few rows, groups", F32, 3, 200, 50, 32, residual=True)
+int8_product("int8_matmul bfloat16, int8 activations", BF16, 40, 144, 70, None, bias=True)
+int8_product("int8_matmul bfloat16, int8 activations, a large weight", BF16, 2, 1024, 2052, None, bias=True)
+# on sm_90a by wgmma: two tiles a block, edges, a depth that is no multiple of a step
+int8_product("int8_matmul bfloat16, int8 activations, a prompt", BF16, 130, 144, 264, None, bias=True, residual=True)
+int8_product("int8_matmul float32, int8 activations, a prompt", F32, 130, 144, 132, None, activation="silu")
+
+
 def _quantised():
     return reference.quantize_int8(random((33, 200), F32, 1), group_size=32)
 

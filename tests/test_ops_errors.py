@@ -75,6 +75,44 @@ CASES = {
     "matmul dtypes": (lambda: nbk.matmul(X, HALF), TypeError, "weight: float16"),
     "int8_matmul dense": (lambda: nbk.int8_matmul(X, X), TypeError, "weight: ndarray, wanted an Int8Weight"),
     "int8_matmul inner": (lambda: nbk.int8_matmul(X[:, :7], WEIGHT), ValueError, "x: shape"),
+    "int8_matmul dtype": (lambda: nbk.int8_matmul(X, WEIGHT, dtype=np.float16), TypeError, "dtype: float16, wanted"),
+    "int8_matmul activations": (
+        lambda: nbk.int8_matmul(X, WEIGHT, activations="int4"),
+        ValueError,
+        "activations: 'int4'",
+    ),
+    "int8 activations dtype": (
+        lambda: nbk.int8_matmul(X, WEIGHT, activations="int8", dtype=np.float64),
+        TypeError,
+        "dtype: float64, wanted float32, float16 or bfloat16",
+    ),
+    "int8 activations bias": (
+        lambda: nbk.int8_matmul(X, WEIGHT, activations="int8", bias=np.ones(5, np.float16)),
+        TypeError,
+        "bias: float16, wanted float32",
+    ),
+    "int8 activations of one array": (lambda: nbk.int8_matmul(IDS, WEIGHT, activations="int8"), TypeError, "x: int32"),
+    "int8 activations in groups": (
+        lambda: nbk.int8_matmul(Int8Weight(np.ones((2, 8), np.int8), np.ones((2, 2), np.float32), 4), WEIGHT),
+        ValueError,
+        "x: group_size 4, wanted one scale a row",
+    ),
+    "int8 activations, groups of the weight": (
+        lambda: nbk.int8_matmul(
+            X, Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 2), np.float32), 4), activations="int8"
+        ),
+        ValueError,
+        "weight: group_size 4, wanted a multiple of 32",
+    ),
+    "int8 activations, too deep": (
+        lambda: nbk.int8_matmul(
+            np.ones((1, 2**17), np.float32),
+            Int8Weight(np.ones((1, 2**17), np.int8), np.ones((1, 1), np.float32)),
+            activations="int8",
+        ),
+        ValueError,
+        "x: 131072 columns, wanted less than 131072",
+    ),
     "int8 scales": (
         lambda: Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 2), np.float32)),
         ValueError,

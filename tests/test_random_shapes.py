@@ -133,6 +133,21 @@ def test_int8(number):
 
 
 @case
+def test_int8_activations(number):
+    rng, dtype, _, columns = draw(number)
+    rows, outs = matrix_shape(rng, number, columns)
+    group_size = (None, None, 32, 96)[int(rng.integers(4))]
+    x, weight = random((rows, columns), dtype, number), random((outs, columns), np.dtype(np.float32), number + 1)
+    quantised = reference.quantize_int8(weight, group_size=group_size)
+    on_device = Int8Weight(to_device(quantised.values), to_device(quantised.scales), group_size)
+    bias = random((outs,), dtype, number + 2)
+    out = poisoned((rows, outs), dtype)
+    nbk.int8_matmul(to_device(x), on_device, bias=to_device(bias), activations="int8", out=out)
+    want = reference.int8_matmul(reference.quantize_int8(x), quantised, bias=wide(bias), dtype=np.float64)
+    check(out, want, dtype)
+
+
+@case
 def test_embedding_and_argmax(number):
     rng, dtype, rows, columns = draw(number)
     table = random((500, columns), dtype, number)

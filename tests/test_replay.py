@@ -147,6 +147,18 @@ def test_int8_weights():
         assert close(nbk.int8_matmul(x, weight), x.double() @ dense.T)
 
 
+def test_int8_activations():
+    weight = nbk.quantize_int8(normal(96, 256, seed=3))
+    dense = weight.values.double() * weight.scales.double()
+    for seed in range(3):
+        x = normal(3, 256, seed=seed)
+        rows = nbk.quantize_int8(x)
+        want = (rows.values.double() * rows.scales.double()) @ dense.T
+        assert close(nbk.int8_matmul(x, weight, activations="int8"), want)
+        assert close(nbk.int8_matmul(rows, weight), want)
+    assert len(ops.int8_matmul.records) == 2
+
+
 def test_streams_and_captures():
     x = normal(64, 2048)
     nbk.softmax(x), nbk.softmax(x)

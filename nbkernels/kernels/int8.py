@@ -17,6 +17,7 @@ from numba import cuda, uint32
 from nbkernels import ptx
 
 FLOAT32_OFFSET = np.float32(2**23 + 128)
+INFINITY, NAN_BITS = np.float32(np.inf), 0x7FFFFFFF
 
 
 @cuda.jit(device=True, inline="always")
@@ -88,3 +89,9 @@ def _f16x2_from_int8x2(word):
 def pair_from_int8x2(dtype):
     """widen(word): the two lower signed bytes -> a word of two float16 or bfloat16."""
     return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
+
+
+@cuda.jit(device=True, inline="always")
+def scale_of_row(scale):
+    """The scale of quantised activations, NaN where it is infinite: a row that holds an infinity has no numbers."""
+    return scale if abs(scale) < INFINITY else ptx.float_from_bits(uint32(NAN_BITS))

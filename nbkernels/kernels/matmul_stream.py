@@ -79,7 +79,7 @@ def _stage_bytes(weight, row_tiles, tile_n):
 
 
 @cache
-def _multiply_dense(dtype, row_tiles, column_tiles):
+def multiply_dense(dtype, row_tiles, column_tiles):
     """multiply(w, x, w_lane, x_lane, constants, scale, sums): sums += the products of a stage, for one warp.
 
     w, x: shared addresses of the warp's rows of the weight and of x's boxes; w_lane, x_lane: where a lane reads in them.
@@ -109,7 +109,7 @@ def _multiply_dense(dtype, row_tiles, column_tiles):
 
 @cache
 def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
-    """As ``_multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, 0 without groups.
+    """As ``multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, 0 without groups.
 
     scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for round q; a round is the pieces with one scale.
     """
@@ -205,13 +205,13 @@ def _load_scales(group_size, pieces_a_scale, count):
 
 
 @cuda.jit(device=True, inline="always")
-def _begin(block, share, extra):
+def first_unit_of(block, share, extra):
     """The first unit of a block: the first ``extra`` blocks have one more than ``share``."""
     return uint32(uint32(block * share) + min(block, extra))
 
 
 @cuda.jit(device=True, inline="always")
-def _block_of(unit, share, extra):
+def block_of(unit, share, extra):
     """The block that has a unit."""
     longer = uint32(extra * uint32(share + uint32(1)))
     if unit < longer:
@@ -240,7 +240,7 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
     scales_in_order = scale_groups * group_size == step_k
     load_scales = _load_scales(group_size, pieces_a_scale, scale_count) if groups else None
     multiply = (
-        _multiply_dense(dtype, row_tiles, column_tiles)
+        multiply_dense(dtype, row_tiles, column_tiles)
         if dense
         else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale)
     )
@@ -285,8 +285,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
             leave_widening_constants(uint32(base + uint32(constants_at)))
         cuda.syncthreads()
 
-        unit = _begin(block, share, extra)
-        end = _begin(uint32(block + uint32(1)), share, extra)
+        unit = first_unit_of(block, share, extra)
+        end = first_unit_of(uint32(block + uint32(1)), share, extra)
         tile = uint32(unit // steps)
         step = uint32(unit - uint32(tile * steps))
         stage = uint32(0)
@@ -425,8 +425,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                                 at = uint32(uint32(uint32(slot * rows) + row) * uint32(tile_n)) + column
                                 partial[uint32(at)] = sums[4 * (c * row_tiles + t) + j]
             if not direct or not whole:
-                first_block = _block_of(first_unit, share, extra)
-                last_block = _block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
+                first_block = block_of(first_unit, share, extra)
+                last_block = block_of(uint32(uint32(first_unit + steps) - uint32(1)), share, extra)
                 flag = uint32(base + uint32(flag_at))
                 barrier_sync(uint32(1), uint32(consumer_threads))
                 if thread == uint32(0):
@@ -496,16 +496,19 @@ def plan(
         row_tiles *= 2
     stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
     stages = ring_bytes // stage_bytes
-    tiles, steps = cut(columns, depth, weight, tile_n)
-    blocks = min(sm_count * on_one, tiles * steps)
-    most = -(-tiles * steps // blocks)
-    if steps % most == 0:
-        # nobody has more to do than before, and no block has parts of two tiles
-        blocks = tiles * steps // most
+    blocks = blocks_for(*cut(columns, depth, weight, tile_n), sm_count * on_one)
     # in front of the ring its mbarriers, and what is lost to alignment
     shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
     constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue)
     return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
+
+
+def blocks_for(tiles, steps, most_blocks):
+    """How many blocks share the units."""
+    blocks = min(most_blocks, tiles * steps)
+    share = -(-tiles * steps // blocks)
+    # where steps allow it fewer do: nobody has more to do than before, and no block has parts of two tiles
+    return tiles * steps // share if steps % share == 0 else blocks
 
 
 def cut(columns, depth, weight, tile_n):

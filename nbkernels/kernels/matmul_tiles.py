@@ -46,8 +46,15 @@ ROW_TILES_TOGETHER = 16
 
 @cache
 def swizzle(row_bytes):
-    """offset(row, piece): the bytes from the start of a tile to a 16-byte piece of a row of 64 or 32 bytes."""
-    if row_bytes == 64:
+    """offset(row, piece): the bytes from the start of a tile to a 16-byte piece of a row of 128, 64 or 32 bytes."""
+    if row_bytes == 128:
+
+        @cuda.jit(device=True, inline="always")
+        def offset(row, piece):
+            bits = uint32(row & uint32(7))
+            return uint32(uint32(row << uint32(7)) + uint32(uint32(piece ^ bits) << uint32(4)))
+
+    elif row_bytes == 64:
 
         @cuda.jit(device=True, inline="always")
         def offset(row, piece):
@@ -93,17 +100,17 @@ def _fill_piece(itemsize, wide):
 
 
 @cache
-def _fill_tile(itemsize, tile_rows, threads, wide):
-    """fill(shared, pointer, start, stride, k, depth, here, thread): a stage's tile = columns k to k + STEP of ``here`` rows.
+def fill_tile(itemsize, row_bytes, tile_rows, threads, wide):
+    """fill(shared, pointer, start, stride, k, depth, here, thread): a stage's tile = row_bytes from column k on of ``here`` rows.
 
     start: the element where the tile's first row begins. Zeros past the rows and past ``depth`` columns.
     """
-    row_pieces = STEP * itemsize // PIECE_BYTES
+    row_pieces = row_bytes // PIECE_BYTES
     width = PIECE_BYTES // itemsize
     pieces = tile_rows * row_pieces
     rounds = -(-pieces // threads)
     partial = pieces % threads != 0
-    offset = swizzle(STEP * itemsize)
+    offset = swizzle(row_bytes)
     fill_piece = _fill_piece(itemsize, wide)
 
     @cuda.jit(device=True, inline="always")
@@ -233,7 +240,7 @@ def _multiply_int8(dtype, warp_m, warp_n, groups):
 
 
 @cuda.jit(device=True, inline="always")
-def _tile_of_block(block, row_tiles, column_tiles):
+def tile_of_block(block, row_tiles, column_tiles):
     """(row tile, column tile): ROW_TILES_TOGETHER row tiles walk the columns side by side, then the next."""
     band = uint32(block // uint32(column_tiles * uint32(ROW_TILES_TOGETHER)))
     first = uint32(band * uint32(ROW_TILES_TOGETHER))
@@ -258,8 +265,8 @@ def matmul_tiles_kernel(dtype, weight, group_size, wide, pairs, tile_m, tile_n, 
     x_bytes = tile_m * X_ROW_BYTES
     scales_at = x_bytes + tile_n * STEP * weight_bytes
     stage_bytes = scales_at + (4 * tile_n if groups else 0)
-    fill_x = _fill_tile(2, tile_m, threads, wide)
-    fill_weight = _fill_tile(weight_bytes, tile_n, threads, wide)
+    fill_x = fill_tile(2, X_ROW_BYTES, tile_m, threads, wide)
+    fill_weight = fill_tile(weight_bytes, STEP * weight_bytes, tile_n, threads, wide)
     multiply = (
         _multiply_dense(dtype, warp_m, warp_n) if weight == "dense" else _multiply_int8(dtype, warp_m, warp_n, groups)
     )
@@ -293,7 +300,7 @@ def matmul_tiles_kernel(dtype, weight, group_size, wide, pairs, tile_m, tile_n, 
         thread = uint32(cuda.threadIdx.x)
         lane = ptx.lane_id()
         warp = uint32(thread >> uint32(5))
-        row_tile, column_tile = _tile_of_block(
+        row_tile, column_tile = tile_of_block(
             uint32(cuda.blockIdx.x),
             uint32((rows + int64(tile_m - 1)) // int64(tile_m)),
             uint32((columns + int64(tile_n - 1)) // int64(tile_n)),

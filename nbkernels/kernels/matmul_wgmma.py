@@ -100,7 +100,7 @@ def shared_bytes(weight, tile_m, tile_n, stages):
 
 
 @cuda.jit(device=True, inline="always")
-def _tile(number, row_tiles, column_tiles, band):
+def tile_at(number, row_tiles, column_tiles, band):
     """(row tile, column tile): ``band`` row tiles walk the columns side by side, then the next."""
     which = uint32(number // uint32(column_tiles * band))
     first = uint32(which * band)
@@ -110,7 +110,7 @@ def _tile(number, row_tiles, column_tiles, band):
 
 
 @cache
-def _multiply_dense(dtype, blocks, b_rows):
+def multiply_dense(dtype, blocks, b_rows):
     """multiply(a_tile, b_tile, sums, step, before, lane, words, scales): sums += a · bᵀ of a stage, in flight.
 
     The stage before is free then: its mbarrier, ``before``, is told. step 0: sums start from zero, and there is none before.
@@ -144,7 +144,7 @@ def _multiply_dense(dtype, blocks, b_rows):
 
 @cache
 def _multiply_int8(dtype, b_rows, groups):
-    """As _multiply_dense with a = 64 rows of int8, 64 bytes each under a swizzle of 64 bytes, and b from x.
+    """As multiply_dense with a = 64 rows of int8, 64 bytes each under a swizzle of 64 bytes, and b from x.
 
     words: 8 registers for fragments of a, of the product in flight and of the next. scales: with ``groups`` those of the lane's
     two rows for both halves of the stage: (row g, g + 8 of k 0 to 31, then of k 32 to 63).
@@ -315,7 +315,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     parts = b_rows // BOX
     teams = 1 if ping_pong else CONSUMERS  # consumers of a stage
     assert blocks == 1 or dense
-    multiply = _multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, b_rows, groups)
+    multiply = multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, b_rows, groups)
     fill = (_fill_dense if dense else _fill_transposed)(dtype, epilogue)
     keep = ptx.hold(values)
     free = 8 * stages
@@ -410,7 +410,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 prefetch_tensor_map(weight_at)
                 prefetch_tensor_map(tensor_map_address(out_map))
                 while tile < tiles:
-                    row_tile, column_tile = _tile(tile, row_tiles, column_tiles, band)
+                    row_tile, column_tile = tile_at(tile, row_tiles, column_tiles, band)
                     row = uint32(row_tile * uint32(tile_m))
                     column = uint32(column_tile * uint32(tile_n))
                     k = uint32(0)
@@ -465,7 +465,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 stage = uint32(steps % uint32(stages))
                 parity = uint32(uint32(steps // uint32(stages)) & uint32(1))
             while tile < tiles:
-                row_tile, column_tile = _tile(tile, row_tiles, column_tiles, band)
+                row_tile, column_tile = tile_at(tile, row_tiles, column_tiles, band)
                 row = uint32(row_tile * uint32(tile_m))
                 column = uint32(column_tile * uint32(tile_n))
                 if ping_pong:

@@ -224,8 +224,11 @@ def replayed(function):
 
     @functools.wraps(function)
     def operation(*args, **kwargs):
-        if not args or type(args[0]) not in _tensor_types:
-            if args and _is_torch_tensor(args[0]):
+        first = args[0] if args else None
+        if type(first) is Int8Weight:
+            first = first.values
+        if type(first) not in _tensor_types:
+            if _is_torch_tensor(first):
                 return operation(*args, **kwargs)
             return function(*args, **kwargs)
         # all that a call may depend on, save the addresses themselves

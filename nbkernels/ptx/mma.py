@@ -19,7 +19,11 @@ from nbkernels.ptx.asm import instruction
 floats4 = types.UniTuple(float32, 4)
 ints4 = types.UniTuple(int32, 4)
 _F16 = floats4(*[uint32] * 6, *[float32] * 4)
-_SHORT = {"bfloat16": "bf16", "float16": "f16"}
+_SHAPES = {
+    "bfloat16": "k16.row.col.f32.bf16.bf16.f32",
+    "float16": "k16.row.col.f32.f16.f16.f32",
+    "int8": "k32.row.col.s32.s8.s8.s32",
+}
 _TEXT = "mma.sync.aligned.{} {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
 
 
@@ -42,13 +46,16 @@ def mma_m16n8k32_s8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
 def mma_update(name):
     """update(sums, at, a, a_at, b0, b1): m16n8k16 of "bfloat16" or "float16" into four elements of a local array, in place.
 
-    sums[at : at + 4] (float32, the layout of c) += a · b, with the words a[a_at : a_at + 4] of a local array. sm_80 and later.
+    sums[at : at + 4] (float32, the layout of c) += a · b, with the words a[a_at : a_at + 4] of a local array. "int8": m16n8k32
+    with int32 sums. sm_80 and later.
     One call where the plain product takes a dozen reads and writes of elements: loops over many products stay short enough
     for the compiler to unroll.
     """
-    text = _TEXT.format(f"m16n8k16.row.col.f32.{_SHORT[name]}.{_SHORT[name]}.f32")
-    real, word = ir.FloatType(), ir.IntType(32)
-    products = ir.FunctionType(ir.LiteralStructType([real] * 4), [word] * 6 + [real] * 4)
+    text = _TEXT.format(f"m16n8{_SHAPES[name]}")
+    word = ir.IntType(32)
+    value, letter = (word, "r") if name == "int8" else (ir.FloatType(), "f")
+    products = ir.FunctionType(ir.LiteralStructType([value] * 4), [word] * 6 + [value] * 4)
+    constraints = ",".join([f"={letter}"] * 4 + ["r"] * 6 + [letter] * 4)
 
     @intrinsic
     def update(typingctx, sums, at, a, a_at, b0, b1):
@@ -56,7 +63,7 @@ def mma_update(name):
             sums, at, a, a_at, b0, b1 = arguments
             targets = _elements(context, builder, signature.args[0], sums, at)
             words = [builder.load(p) for p in _elements(context, builder, signature.args[2], a, a_at)]
-            asm = ir.InlineAsm(products, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", side_effect=False)
+            asm = ir.InlineAsm(products, text, constraints, side_effect=False)
             old = [builder.load(p) for p in targets]
             new = builder.call(asm, [*words, b0, b1, *old], attrs=("convergent", "readnone", "nounwind"))
             for i, target in enumerate(targets):
