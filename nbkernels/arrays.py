@@ -204,10 +204,10 @@ def _reshape_strides(shape, strides, new_shape):
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """A matrix [out, in] quantised to int8: weight[o, i] = values[o, i] · scales[o, i // group_size].
+    """Rows quantised to int8, those of a weight [out, in] or of activations: x[..., i] = values[..., i] · scales[..., i // group_size].
 
-    values int8 [out, in]; scales float32 [out, groups]; group_size: columns a scale, or None for one scale a row (scales
-    [out, 1]). The last group may be short. Both are arrays of one kind, host or device.
+    values int8 [..., columns]; scales float32 [..., groups]; group_size: columns a scale, or None for one scale a row (scales
+    [..., 1]). The last group may be short. Both are arrays of one kind, host or device.
     """
 
     values: object
@@ -215,18 +215,21 @@ class Int8Weight:
     group_size: int | None = None
 
     def __post_init__(self):
-        if len(self.values.shape) != 2:
-            raise ValueError(f"values: shape {tuple(self.values.shape)}, wanted [out, in]")
-        out, columns = self.values.shape
+        if len(self.values.shape) == 0:
+            raise ValueError("values: a scalar, wanted at least one axis")
+        *leading, columns = self.values.shape
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size: {self.group_size}, wanted a positive number of columns or None")
         groups = 1 if self.group_size is None else max(1, -(-columns // self.group_size))
-        if tuple(self.scales.shape) != (out, groups):
-            raise ValueError(f"scales: shape {tuple(self.scales.shape)}, wanted {(out, groups)} for {(out, columns)}")
+        wanted = (*leading, groups)
+        if tuple(self.scales.shape) != wanted:
+            raise ValueError(
+                f"scales: shape {tuple(self.scales.shape)}, wanted {wanted} for {tuple(self.values.shape)}"
+            )
 
     @property
     def shape(self):
-        """(out, in)"""
+        """(…, columns)"""
         return tuple(self.values.shape)
 
     @property
