@@ -204,7 +204,9 @@ def _reshape_strides(shape, strides, new_shape):
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """Rows quantised to int8, those of a weight [out, in] or of activations: x[..., i] = values[..., i] · scales[..., i // group_size].
+    """Rows quantised to int8, of a weight [out, in] or of activations.
+
+    x[..., i] = values[..., i] · scales[..., i // group_size]
 
     values int8 [..., columns]; scales float32 [..., groups]; group_size: columns a scale, or None for one scale a row (scales
     [..., 1]). The last group may be short. Both are arrays of one kind, host or device.

@@ -401,7 +401,9 @@ def _norm(name, x, weight, bias, residual, eps, quantize, out, stream):
     _check_choice("quantize", quantize, (None, "int8"))
     quantized = quantize is not None
     outs = _int8_out(out) if quantized else {"out": out}
-    call = _Call(stream, ("weight", "bias", "residual", *outs), x=x, weight=weight, bias=bias, residual=residual, **outs)
+    call = _Call(
+        stream, ("weight", "bias", "residual", *outs), x=x, weight=weight, bias=bias, residual=residual, **outs
+    )
     dtype = _check_float(x=call.x, residual=call.residual)
     _check_rows("x", call.x)
     columns = call.x.shape[-1]

@@ -91,8 +91,8 @@ def layer_norm_kernel(
                 values[j] = ptx.fma(values[j], scale, offset)
         scale_chunk(values, weight, bias, start, thread, columns, c)
 
-    result = norm.result(dtype, walk, threads, chunks, cluster, access, normalise, quantised)
-    largest, divisor, put_result, flush_result = result[:4]
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
@@ -155,6 +155,7 @@ def layer_norm_kernel(
         statistics = (mean, correction, scale, -mean * scale)
         top = largest(held, weight, bias, start, thread, here, statistics)
         step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
         for c in range(chunks):
             normalise(held, c, values, weight, bias, start, thread, here, statistics)
             put_result(y, row * y_stride + start, thread, here, c, values, step)
@@ -163,7 +164,9 @@ def layer_norm_kernel(
     return layer_norm
 
 
-def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual, quantised):
+def tiled_layer_norm_kernel(
+    dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual, quantised
+):
     """A block a row, in two walks over tiles of threads·chunks·width columns; rows are longer than a tile.
 
     A third walk, between them, where y is quantised.
@@ -186,8 +189,8 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
             values[j] = (values[j] - shift - mean) * scale
         scale_chunk(values, weight, bias, start, thread, columns, c)
 
-    result = norm.result(dtype, walk, threads, chunks, 1, access, normalise, quantised)
-    largest, divisor, put_result, flush_result = result[:4]
+    result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
+    largest, divisor, _, put_result, flush_result = result[:5]
 
     @cuda.jit(device=True, inline="always")
     def gather(held, shift, thread, columns, inverse_columns, sums):

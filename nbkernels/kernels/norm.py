@@ -126,14 +126,17 @@ class Result(NamedTuple):
 
     largest(held, weight, bias, start, thread, columns, statistics): max |normalised value| of the thread's part of a row or tile
     divisor(largest, scales, row, stride, start, thread, columns): of the row, for ``put``; its scale is stored at row · stride
+    again(held): the values are computed anew for ``put``: kept, they would take as many registers as there are columns, and
+    could be rounded otherwise
     put(pointer, start, thread, columns, c, values, divisor), flush(pointer, start, thread, columns): as ``rows.Access``'s
     y, scales: the types of the kernels' parameters
 
-    Where nothing is quantised, largest and divisor are nothing.
+    Where nothing is quantised, largest, divisor and again do nothing.
     """
 
     largest: object
     divisor: object
+    again: object
     put: object
     flush: object
     y: object
@@ -141,8 +144,11 @@ class Result(NamedTuple):
     scales_stride: object
 
 
-def result(dtype, walk, threads, chunks, cluster, access, normalise, quantised):
-    """The Result of a kernel; normalise(held, c, values, weight, bias, start, thread, columns, statistics): chunk c normalised."""
+def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised):
+    """The Result of a kernel that holds ``words`` registers of rows.
+
+    normalise(held, c, values, weight, bias, start, thread, columns, statistics): values[:width] = chunk c, normalised.
+    """
     if not quantised:
         put_plain = access.put
 
@@ -155,10 +161,14 @@ def result(dtype, walk, threads, chunks, cluster, access, normalise, quantised):
             return float32(0.0)
 
         @cuda.jit(device=True, inline="always")
+        def not_again(held):
+            pass
+
+        @cuda.jit(device=True, inline="always")
         def put(pointer, start, thread, columns, c, values, divisor):
             put_plain(pointer, start, thread, columns, c, values)
 
-        return Result(no_largest, no_divisor, put, access.flush, ptx.pointer(dtype), ptx.absent, ptx.absent)
+        return Result(no_largest, no_divisor, not_again, put, access.flush, ptx.pointer(dtype), ptx.absent, ptx.absent)
 
     width = vector_width(dtype)
     whole, inside = access.whole, access.inside
@@ -190,7 +200,9 @@ def result(dtype, walk, threads, chunks, cluster, access, normalise, quantised):
         pass
 
     put_int8 = int8_put(dtype, walk, threads, inside)
-    return Result(largest, divisor, put_int8, flush, ptx.pointer("int8"), ptx.pointer("float32"), int64)
+    return Result(
+        largest, divisor, anew_words(words), put_int8, flush, ptx.pointer("int8"), ptx.pointer("float32"), int64
+    )
 
 
 @cache

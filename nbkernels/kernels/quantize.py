@@ -3,7 +3,7 @@
     scale[o, g]  = max |weight[o, i]| / 127 over the columns i of group g
     values[o, i] = weight[o, i] / scale[o, i // group_size], rounded half to even
 
-With one scale a row, a row is held in registers and walked as ``rows`` says: read once, its maximum taken, written as bytes. A row
+With one scale a row, a row is held in registers and walked as ``rows`` says: it is read once and written once, as bytes. A row
 beyond a block's registers is walked twice, tile by tile.
 
 Of several groups a warp takes one, in two walks: the maximum, then the values; the second walk finds the group in L1 or L2.
@@ -36,6 +36,7 @@ from nbkernels.launch.launcher import Plan, launch
 
 WARPS = 4
 THREADS = WARPS * ptx.WARP
+
 
 @cuda.jit(device=True, inline="always")
 def _warp_max_nan(x):
@@ -203,9 +204,11 @@ def quantize_kernel(dtype):
 
 @lru_cache(maxsize=4096)
 def plan(rows, columns, groups, dtype, walk, clusters=False):
-    """rows, groups > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``. A warp a group of a row, where it has several."""
+    """rows, groups > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``. A warp takes one of several groups."""
     if groups == 1 and columns:
-        return plan_rows(quantize_rows_kernel, tiled_quantize_rows_kernel, rows, columns, dtype, walk, clusters=clusters)
+        return plan_rows(
+            quantize_rows_kernel, tiled_quantize_rows_kernel, rows, columns, dtype, walk, clusters=clusters
+        )
     return Plan(quantize_kernel, (dtype,), (-(-rows * groups // WARPS), 1, 1), (THREADS, 1, 1))
 
 

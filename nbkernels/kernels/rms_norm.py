@@ -69,8 +69,8 @@ def rms_norm_kernel(
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
 
     normalise = _normalise(width, get, scale_chunk)
-    result = norm.result(dtype, walk, threads, chunks, cluster, access, normalise, quantised)
-    largest, divisor, put_result, flush_result = result[:4]
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
@@ -116,6 +116,7 @@ def rms_norm_kernel(
         anew(held)
         top = largest(held, weight, weight, start, thread, here, scale)
         step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
         for c in range(chunks):
             normalise(held, c, values, weight, weight, start, thread, here, scale)
             put_result(y, row * y_stride + start, thread, here, c, values, step)
@@ -135,8 +136,8 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
     row_sums = several_sums(threads, 2)
 
     normalise = _normalise(width, get, scale_chunk)
-    result = norm.result(dtype, walk, threads, chunks, 1, access, normalise, quantised)
-    largest, divisor, put_result, flush_result = result[:4]
+    result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
+    largest, divisor, _, put_result, flush_result = result[:5]
 
     @kernel(launch_bounds=threads)
     def tiled_rms_norm(
