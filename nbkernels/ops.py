@@ -24,6 +24,7 @@ from nbkernels.launch.replay import replayed
 
 ACTIVATIONS = (None, "silu", "gelu")
 INT8_DEPTH = 2**17  # from so many columns on 128 · 128 · columns may not fit into int32
+INT8, FLOAT32 = np.dtype(np.int8), np.dtype(np.float32)
 
 
 class _Call:
@@ -379,24 +380,31 @@ def softmax(x, *, scale=1.0, out=None, stream=None):
 
 
 @replayed
-def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, out=None, stream=None):
+def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, quantize=None, out=None, stream=None):
     """(x - mean) / sqrt(var + eps) · weight + bias over the last axis, var the mean square deviation.
 
     x [..., columns]; weight, bias [columns] of x's dtype or float32; residual of x's shape and dtype. With residual returns
     (norm(x + residual), x + residual) from one pass, the sum written into a new array. out may be x or residual.
+
+    quantize="int8" gives the norm as an Int8Weight, values int8 of x's shape and scales float32 [..., 1]: what ``quantize_int8``
+    makes of the norm in float32, before it is rounded to x's dtype. out is then such an Int8Weight to write into (its two
+    arrays share memory with no input and not with each other).
     """
-    return _norm("layer_norm", x, weight, bias, residual, eps, out, stream)
+    return _norm("layer_norm", x, weight, bias, residual, eps, quantize, out, stream)
 
 
 @replayed
-def rms_norm(x, weight=None, *, residual=None, eps=1e-6, out=None, stream=None):
+def rms_norm(x, weight=None, *, residual=None, eps=1e-6, quantize=None, out=None, stream=None):
     """x / sqrt(mean(x²) + eps) · weight over the last axis; arguments and results as ``layer_norm``."""
-    return _norm("rms_norm", x, weight, None, residual, eps, out, stream)
+    return _norm("rms_norm", x, weight, None, residual, eps, quantize, out, stream)
 
 
-def _norm(name, x, weight, bias, residual, eps, out, stream):
+def _norm(name, x, weight, bias, residual, eps, quantize, out, stream):
+    _check_choice("quantize", quantize, (None, "int8"))
+    quantized = quantize is not None
+    outs = _int8_out(out) if quantized else {"out": out}
     call = _Call(
-        stream, ("weight", "bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out
+        stream, ("weight", "bias", "residual", *outs), x=x, weight=weight, bias=bias, residual=residual, **outs
     )
     dtype = _check_float(x=call.x, residual=call.residual)
     _check_rows("x", call.x)
@@ -411,33 +419,42 @@ def _norm(name, x, weight, bias, residual, eps, out, stream):
         raise TypeError(f"bias: {call.bias.dtype}, wanted {call.weight.dtype} as weight")
     _check_shape("residual", call.residual, call.x.shape)
     _check_number("eps", eps, least=0)
+    affine = (call.weight,) if name == "rms_norm" else (call.weight, call.bias)
     if call.on_host:
-        _check_out(call, call.x.shape, dtype)
-        affine = (call.weight,) if name == "rms_norm" else (call.weight, call.bias)
-        value = getattr(reference, name)(call.x, *affine, residual=call.residual, eps=eps)
-        if residual is None:
-            return _finish_host(value, x, out)
-        return _finish_host(value[0], x, out), _finish_host(value[1], x, None)
-    _check_contiguous_last(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual, out=call.out)
+        value = getattr(reference, name)(call.x, *affine, residual=call.residual, eps=eps, quantize=quantize)
+        normed, total = (value, None) if residual is None else value
+        if quantized:
+            y = _finish_int8_host(call, normed, x, out)
+        else:
+            _check_out(call, call.x.shape, dtype)
+            y = _finish_host(normed, x, out)
+        return y if residual is None else (y, _finish_host(total, x, None))
+    inputs = {"x": call.x, "residual": call.residual, "weight": call.weight, "bias": call.bias}
+    _check_contiguous_last(**inputs)
     total = total_returned = None
     if residual is not None:
         total = call.result(call.x.shape, dtype)
         total_returned = call.returned
-    y = call.result(call.x.shape, dtype, out)
-    returned = call.returned
-    _check_overlap(
-        call.out,
-        same=[("x", call.x), ("residual", call.residual)],
-        other=[("weight", call.weight), ("bias", call.bias)],
-    )
+    if quantized:
+        result = _Int8Result(call, call.x.shape, 1, None, out, inputs)
+        y, scales = result.values, result.scales
+    else:
+        _check_contiguous_last(out=call.out)
+        y, scales = call.result(call.x.shape, dtype, out), None
+        returned = call.returned
+        _check_overlap(
+            call.out,
+            same=[("x", call.x), ("residual", call.residual)],
+            other=[("weight", call.weight), ("bias", call.bias)],
+        )
     if y.size:
         run = _kernels(name).run
-        affine = (call.weight,) if name == "rms_norm" else (call.weight, call.bias)
-        for rows, added, result, summed in _merge_rows((call.x, call.residual, y, total)):
-            run(rows, *affine, added, result, summed, float(eps), call.device, call.stream)
-    if residual is None:
-        return call.hand_out(y, returned)
-    return call.hand_out(y, returned), call.hand_out(total, total_returned)
+        for rows, added, values, steps, summed in _merge_rows((call.x, call.residual, y, scales, total)):
+            run(rows, *affine, added, values, steps, summed, float(eps), call.device, call.stream)
+    elif quantized:
+        result.quantise(call.x, None)  # rows of no columns have scales, too
+    y = result.hand_out() if quantized else call.hand_out(y, returned)
+    return y if residual is None else (y, call.hand_out(total, total_returned))
 
 
 @replayed
@@ -678,34 +695,86 @@ def _merge_rows_apart(arrays):
         yield merged
 
 
+@replayed
 def quantize_int8(weight, *, group_size=None, stream=None):
     """Symmetric int8 quantisation: values = round(weight / scale), scale = max|weight| / 127 of a row or group.
 
-    weight [out, in] float; group_size: columns a scale (the last group may be short), None for one scale a row
-    -> Int8Weight with values int8 [out, in] and scales float32 [out, groups] of the weight's kind.
+    weight [..., columns] float, a weight [out, in] or activations; group_size: columns a scale (the last group may be short),
+    None for one scale a row -> Int8Weight with values int8 of that shape and scales float32 [..., groups], of the weight's kind.
     """
     call = _Call(stream, (), weight=weight)
     _check_float(weight=call.weight)
-    _check_axes("weight", call.weight, ("out", "in"))
+    _check_rows("weight", call.weight)
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer))):
         raise TypeError(f"group_size: {type(group_size).__name__}, wanted an integer or None")
     if group_size is not None and group_size < 1:
         raise ValueError(f"group_size: {group_size}, wanted a positive number of columns or None")
     group_size = None if group_size is None else int(group_size)
     if call.on_host:
-        quantised = reference.quantize_int8(call.weight, group_size=group_size)
-        values, scales = (_finish_host(a, weight, None) for a in (quantised.values, quantised.scales))
-        return Int8Weight(values, scales, group_size)
+        return _finish_int8_host(call, reference.quantize_int8(call.weight, group_size=group_size), weight, None)
     _check_contiguous_last(weight=call.weight)
-    rows, columns = call.weight.shape
-    groups = 1 if group_size is None else max(1, -(-columns // group_size))
-    values = call.result((rows, columns), np.dtype(np.int8))
-    values_returned = call.returned
-    scales = call.result((rows, groups), np.dtype(np.float32))
-    scales_returned = call.returned
-    if rows:
-        _kernels("quantize").run(call.weight, values, scales, group_size, call.device, call.stream)
-    return Int8Weight(call.hand_out(values, values_returned), call.hand_out(scales, scales_returned), group_size)
+    groups = 1 if group_size is None else max(1, -(-call.weight.shape[-1] // group_size))
+    result = _Int8Result(call, call.weight.shape, groups, group_size, None, {})
+    result.quantise(call.weight, group_size)
+    return result.hand_out()
+
+
+def _int8_out(out):
+    """The arrays of an ``out`` that is quantised, by the names that errors give them."""
+    if out is None:
+        return {"out.values": None, "out.scales": None}
+    if not isinstance(out, Int8Weight):
+        raise TypeError(f"out: {type(out).__name__}, wanted an Int8Weight, as the result is quantised")
+    if out.group_size is not None:
+        raise ValueError(f"out: group_size {out.group_size}, wanted None: one scale a row")
+    return {"out.values": out.values, "out.scales": out.scales}
+
+
+class _Int8Result:
+    """The Int8Weight that a call on a device makes: of values and scales to write into, ``out``'s (checked) or new ones."""
+
+    def __init__(self, call, shape, groups, group_size, out, inputs):
+        self.call, self.group_size, self.out = call, group_size, out
+        parts = (None, None) if out is None else (out.values, out.scales)
+        self.values = call.result(shape, INT8, parts[0], "out.values")
+        self.values_returned = call.returned
+        self.scales = call.result((*shape[:-1], groups), FLOAT32, parts[1], "out.scales")
+        self.scales_returned = call.returned
+        if out is not None:
+            _check_contiguous_last(**{"out.values": self.values})
+            others = [*inputs.items(), ("out.scales", self.scales)]
+            _check_overlap(self.values, other=others)
+            _check_overlap(self.scales, other=others[:-1])
+
+    def quantise(self, x, group_size):
+        """values and scales of x, row by row."""
+        if self.scales.size:
+            run = _kernels("quantize").run
+            for rows, values, scales in _merge_rows((x, self.values, self.scales)):
+                run(rows, values, scales, group_size, self.call.device, self.call.stream)
+
+    def hand_out(self):
+        """In the caller's kind."""
+        values = self.call.hand_out(self.values, self.values_returned)
+        scales = self.call.hand_out(self.scales, self.scales_returned)
+        return Int8Weight(values, scales, self.group_size) if self.out is None else self.out
+
+
+def _finish_int8_host(call, quantised, first, out):
+    """An Int8Weight of the reference in the host kind of ``first``; written into ``out`` where one was given."""
+    if out is None:
+        parts = (_finish_host(a, first, None) for a in (quantised.values, quantised.scales))
+        return Int8Weight(*parts, quantised.group_size)
+    for name, values, into in (
+        ("out.values", quantised.values, out.values),
+        ("out.scales", quantised.scales, out.scales),
+    ):
+        described = getattr(call, name)
+        _check_shape(name, described, values.shape)
+        _check_dtype(values.dtype, **{name: described})
+        _check_writable(**{name: described})
+        _to_host_kind(values, first, into)
+    return out
 
 
 @replayed

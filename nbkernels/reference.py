@@ -25,35 +25,35 @@ def softmax(x, *, scale=1.0):
         return (weights / weights.sum(axis=-1, keepdims=True)).astype(x.dtype, copy=False)
 
 
-def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5):
+def layer_norm(x, weight=None, bias=None, *, residual=None, eps=1e-5, quantize=None):
     """(x - mean) / sqrt(var + eps) · weight + bias over the last axis (Ba, Kiros, Hinton 2016).
 
     With residual the sum x + residual is normalised and returned as the second value, rounded to x's dtype; the statistics
-    are those of the unrounded sum.
+    are those of the unrounded sum. quantize "int8": ``quantize_int8`` of the unrounded result, in place of that in x's dtype.
     """
     total = _work(x) if residual is None else _work(x) + _work(residual)
     centred = total - total.mean(axis=-1, keepdims=True)
     normalised = centred / np.sqrt(_mean_square(centred) + eps)
-    return _affine(normalised, weight, bias, x, residual, total)
+    return _affine(normalised, weight, bias, x, residual, total, quantize)
 
 
-def rms_norm(x, weight=None, *, residual=None, eps=1e-6):
-    """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang, Sennrich 2019); residual as in layer_norm."""
+def rms_norm(x, weight=None, *, residual=None, eps=1e-6, quantize=None):
+    """x / sqrt(mean(x²) + eps) · weight over the last axis (Zhang, Sennrich 2019); residual, quantize as in layer_norm."""
     total = _work(x) if residual is None else _work(x) + _work(residual)
     normalised = total / np.sqrt(_mean_square(total) + eps)
-    return _affine(normalised, weight, None, x, residual, total)
+    return _affine(normalised, weight, None, x, residual, total, quantize)
 
 
 def _mean_square(x):
     return np.einsum("...i,...i->...", x, x)[..., None] / x.shape[-1]
 
 
-def _affine(normalised, weight, bias, x, residual, total):
+def _affine(normalised, weight, bias, x, residual, total, quantize):
     if weight is not None:
         normalised = normalised * _work(weight)
     if bias is not None:
         normalised = normalised + _work(bias)
-    y = normalised.astype(x.dtype, copy=False)
+    y = normalised.astype(x.dtype, copy=False) if quantize is None else quantize_int8(normalised)
     return y if residual is None else (y, total.astype(x.dtype, copy=False))
 
 
@@ -103,29 +103,31 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None):
 def quantize_int8(weight, *, group_size=None):
     """Symmetric int8: values = round(weight / scale), scale = max|weight| / 127 a row, or a group of group_size columns.
 
-    weight [out, in] -> Int8Weight. A group of zeros has scale 0 and values 0.
+    weight [..., columns] -> Int8Weight. A group of zeros has scale 0 and values 0. A group with a NaN has scale NaN and values
+    round(weight), one with infinities an infinite scale; what is then NaN or infinity / infinity has value 0.
     """
     dense = _work(weight)
-    out, columns = dense.shape
+    *leading, columns = dense.shape
     group = columns if group_size is None else group_size
     groups = max(1, -(-columns // max(group, 1)))
-    padded = np.zeros((out, groups * group), dense.dtype)
-    padded[:, :columns] = dense
-    blocks = padded.reshape(out, groups, group)
+    padded = np.zeros((*leading, groups * group), dense.dtype)
+    padded[..., :columns] = dense
+    blocks = padded.reshape(*leading, groups, group)
     scales = np.abs(blocks).max(axis=-1, initial=0.0) / 127
     # divide by the scale, as the kernel does: a product with its reciprocal rounds some halves the other way
     safe = np.where(scales > 0, scales, 1)[..., None]
-    values = np.clip(np.rint(blocks / safe), -127, 127).astype(np.int8)
-    values = np.ascontiguousarray(values.reshape(out, -1)[:, :columns])
-    return Int8Weight(values, scales.astype(np.float32), group_size)
+    with np.errstate(invalid="ignore"):  # infinity / infinity
+        quotients = np.nan_to_num(np.rint(blocks / safe), nan=0.0, posinf=127, neginf=-127)
+    values = np.clip(quotients, -127, 127).astype(np.int8).reshape(*leading, groups * group)
+    return Int8Weight(np.ascontiguousarray(values[..., :columns]), scales.astype(np.float32), group_size)
 
 
 def dequantize_int8(weight, dtype=np.float32):
-    """values · scale of their group. Int8Weight -> [out, in] in dtype."""
-    columns = weight.values.shape[1]
+    """values · scale of their group. Int8Weight -> [..., columns] in dtype."""
+    columns = weight.values.shape[-1]
     scales = weight.scales
     if weight.group_size is not None:
-        scales = np.repeat(scales, weight.group_size, axis=1)[:, :columns]
+        scales = np.repeat(scales, weight.group_size, axis=-1)[..., :columns]
     work = np.float64 if dtype == np.float64 else np.float32
     return (weight.values.astype(work) * scales).astype(dtype, copy=False)
 

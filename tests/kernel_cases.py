@@ -203,13 +203,51 @@ def _quantised():
 
 
 def _quantised_both_ways(quantize, place):
-    both = [quantize(place(random((33, 200), F32, 1)), group_size=size) for size in (32, None)]
+    both = [quantize(place(random((33, 200), F32, 1)), group_size=size) for size in (70, None)]
     return [to_host(part) for weight in both for part in (weight.values, weight.scales)]
 
 
 @case("quantize_int8", 0, 0, lambda: _quantised_both_ways(reference.quantize_int8, lambda x: x))
 def quantised():
     return _quantised_both_ways(nbk.quantize_int8, to_device)
+
+
+def _quantised_rows(quantize, place):
+    rows = [quantize(place(random((2, columns), dtype, 1))) for columns, dtype in ((16389, F32), (40000, BF16))]
+    return [to_host(part) for weight in rows for part in (weight.values, weight.scales)]
+
+
+@case("quantize_int8, long rows", 0, 0, lambda: _quantised_rows(reference.quantize_int8, lambda x: x))
+def quantised_rows():
+    return _quantised_rows(nbk.quantize_int8, to_device)
+
+
+def normed_int8(name, operation, dtype, shape, gpu_bound=APPROXIMATE[BF16], **vectors):
+    """A norm in int8, and its residual's sum: the norm is what the values stand for, half a step of the scale off."""
+
+    def arrays():
+        parameters = {k: 1 + random((shape[1],), v, 9) for k, v in vectors.items()}
+        return {"x": random(shape, dtype, 0), "residual": random(shape, dtype, 8), **parameters}
+
+    def call():
+        out = Int8Weight(poisoned(shape, np.dtype(np.int8)), poisoned((shape[0], 1), F32))
+        on_device = {k: to_device(v) for k, v in arrays().items()}
+        normed, total = getattr(nbk, operation)(**on_device, quantize="int8", out=out)
+        return [to_host(normed.scales) * to_host(normed.values), to_host(normed.scales), to_host(total)]
+
+    def want():
+        normed, total = getattr(reference, operation)(**{k: wide(v)[0] for k, v in arrays().items()})
+        return [normed, np.abs(normed).max(-1, keepdims=True) / 127, total]
+
+    # rounding to whole steps is off by step / sqrt(12) on average, where elements are sigma on average: largest / sigma /
+    # (127 · sqrt(12)). Products of two normal numbers have largest values of up to nine sigma in such rows: 2.0%
+    CASES[name] = Case(call, want, 2.5e-2, gpu_bound)
+
+
+normed_int8("rms_norm bfloat16, int8", "rms_norm", BF16, (5, 4096), weight=BF16)
+normed_int8("layer_norm float32, int8", "layer_norm", F32, (3, 701), weight=F32, bias=F32)
+normed_int8("layer_norm float16, int8, long rows", "layer_norm", F16, (2, 16389), weight=F16)
+normed_int8("rms_norm float32, int8, long rows", "rms_norm", F32, (1, 40004), weight=F32)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """layer_norm and rms_norm on the kernels: every code path by its row lengths, all optional arrays, and ill-conditioned rows."""
 
+from importlib import import_module
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from compare import BOUND, DTYPES, poisoned, random, relative_error, to_device, 
 
 import nbkernels as nbk
 from nbkernels import reference
+from nbkernels.arrays import DeviceArray, Int8Weight
 from nbkernels.launch import memory
 
 pytestmark = pytest.mark.emulate_one_in(4)
@@ -223,6 +226,139 @@ def test_in_place(device, into, columns, dtype, name):
     assert relative_error(total, want[1]) < BOUND[dtype]
     other = "residual" if into == "x" else "x"
     np.testing.assert_array_equal(to_host(arrays[other]), residual if into == "x" else x)
+
+
+def int8_poisoned(shape):
+    """An Int8Weight to write into: all bytes 255, which no result has (-1 with a scale of NaN)."""
+    return Int8Weight(poisoned(shape, np.dtype(np.int8)), poisoned((*shape[:-1], 1), FLOAT32))
+
+
+def check_int8(name, x, weight=None, bias=None, residual=None, **options):
+    """A norm quantised in its own launch: values within one step of those of the float64 norm, dequantised within half a step."""
+    parameters = (weight, bias) if name == "layer_norm" else (weight,)
+    out = int8_poisoned(x.shape)
+    got = getattr(nbk, name)(
+        to_device(x), *map(to_device, parameters), residual=to_device(residual), quantize="int8", out=out, **options
+    )
+    want = getattr(reference, name)(float64(x), *map(float64, parameters), residual=float64(residual), **options)
+    if residual is not None:
+        (got, total), (want, want_total) = got, want
+        assert relative_error(total, want_total) < BOUND[x.dtype]
+    assert got is out
+    values, scales = to_host(out.values).astype(np.float64), to_host(out.scales)
+    assert relative_error(scales, np.abs(want).max(-1, keepdims=True) / 127) < BOUND[FLOAT32]
+    # half a step, and what the norm in float32 is off by
+    step = scales + (scales == 0)
+    assert np.abs(values - want / step).max() < 0.5 + 127 * BOUND[FLOAT32]
+
+
+@norms
+@dtypes
+@pytest.mark.parametrize("rows, columns", SHAPES)
+def test_int8(device, rows, columns, dtype, name):
+    check_int8(name, **operands((rows, columns), dtype, dtype, True, name == "layer_norm", True))
+
+
+@norms
+@dtypes
+@pytest.mark.parametrize("columns", [33, 576, 16389])
+def test_int8_alone(device, columns, dtype, name):
+    check_int8(name, **operands((3, columns), dtype, None, False, False, False))
+
+
+@norms
+@pytest.mark.parametrize("columns", [7, 576, 4096, 4097, 16389, 40000])
+@pytest.mark.parametrize("leading", [(3,), (2, 1, 2)], ids=str)
+def test_int8_is_the_float32_norm_quantised(device, leading, columns, name):
+    """Bit for bit, in every walk: the values that are stored are those whose maximum gave the scale."""
+    given = operands((*leading, columns), FLOAT32, FLOAT32, False, False, True)
+    x, residual = given["x"], given["residual"]
+    x[0] *= np.float32(1e-3)
+    parameters = [random((columns,), FLOAT32, seed=s) for s in (2, 3)][: 2 if name == "layer_norm" else 1]
+    operation = getattr(nbk, name)
+    arrays = to_device(x), *map(to_device, parameters)
+    plain, total = operation(*arrays, residual=to_device(residual))
+    quantised, same_total = operation(*arrays, residual=to_device(residual), quantize="int8")
+    want = reference.quantize_int8(to_host(plain))
+    assert quantised.values.shape == x.shape and quantised.scales.shape == (*leading, 1)
+    assert quantised.group_size is None
+    np.testing.assert_array_equal(to_host(quantised.values), want.values)
+    np.testing.assert_array_equal(to_host(quantised.scales), want.scales)
+    np.testing.assert_array_equal(to_host(same_total), to_host(total))
+
+
+@norms
+@pytest.mark.parametrize("columns", [40, 16389])
+def test_int8_infinities_nan_and_zeros(device, columns, name):
+    x = random((4, columns), FLOAT32, seed=10)
+    x[0, columns - 1] = np.nan
+    x[1, 2] = np.inf
+    x[2] = 0
+    got = getattr(nbk, name)(to_device(x), quantize="int8")
+    with np.errstate(all="ignore"):
+        want = getattr(reference, name)(x, quantize="int8")
+    np.testing.assert_array_equal(np.isnan(to_host(got.scales)), np.isnan(want.scales))
+    np.testing.assert_array_equal(to_host(got.values)[:3], want.values[:3])
+    assert to_host(got.scales)[2] == 0
+
+
+@norms
+@dtypes
+@pytest.mark.parametrize("columns", [7, 576, 4097, 16389])
+def test_int8_same_bits_whatever_the_batch(device, columns, dtype, name):
+    x, residual = random((9, columns), dtype, seed=20), random((9, columns), dtype, seed=21)
+    operation = getattr(nbk, name)
+    batch, _ = operation(to_device(x), residual=to_device(residual), quantize="int8")
+    for row in (0, 4, 8):
+        one = slice(row, row + 1)
+        alone, _ = operation(to_device(x[one]), residual=to_device(residual[one]), quantize="int8")
+        np.testing.assert_array_equal(to_host(alone.values)[0], to_host(batch.values)[row])
+        np.testing.assert_array_equal(to_host(alone.scales)[0], to_host(batch.scales)[row])
+
+
+@norms
+@pytest.mark.parametrize("first", [0, 8, 3])
+def test_int8_into_a_view(device, first, name):
+    """Rows of bytes that begin at 8-byte addresses, and that do not; nothing beside them is written."""
+    x = random((4, 256), BFLOAT16, seed=11)
+    around, scales = poisoned((4, 280), np.dtype(np.int8)), poisoned((4, 3), FLOAT32)
+    out = Int8Weight(around[:, first : first + 256], scales[:, 1:2])
+    assert getattr(nbk, name)(to_device(x), quantize="int8", out=out) is out
+    want = getattr(nbk, name)(to_device(x), quantize="int8")
+    np.testing.assert_array_equal(to_host(scales)[:, 1:2], to_host(want.scales))
+    np.testing.assert_array_equal(to_host(around)[:, first : first + 256], to_host(want.values))
+    assert (np.delete(to_host(around), np.s_[first : first + 256], axis=1) == -1).all()
+    assert np.isnan(to_host(scales)[:, [0, 2]]).all()
+
+
+@norms
+def test_int8_out_shares_memory_with_nothing(device, name):
+    memory_of_x = to_device(random((4, 64), FLOAT32, seed=1))
+    as_bytes = DeviceArray(memory_of_x.pointer, (4, 64), (64, 1), np.dtype(np.int8), memory_of_x.owner)
+    out = Int8Weight(as_bytes, poisoned((4, 1), FLOAT32))
+    with pytest.raises(ValueError, match="out: shares memory with x"):
+        getattr(nbk, name)(memory_of_x, quantize="int8", out=out)
+
+
+@norms
+@pytest.mark.parametrize("shape", [(0, 128), (3, 0)])
+def test_int8_of_nothing(device, shape, name):
+    y, total = getattr(nbk, name)(
+        to_device(np.empty(shape, np.float32)), residual=to_device(np.empty(shape, np.float32)), quantize="int8"
+    )
+    assert y.values.shape == total.shape == shape
+    assert to_host(y.scales).tolist() == [[0]] * shape[0]
+
+
+@norms
+def test_int8_cost(name):
+    module = import_module(f"nbkernels.kernels.{name}")
+    plain, quantised = (
+        module.cost(3, 64, FLOAT16, residual=True, parameter_bytes=128, quantised=q) for q in (False, True)
+    )
+    assert plain.bytes == 3 * 64 * 2 * 4 + 128
+    assert quantised.bytes == 3 * 64 * (2 * 3 + 1) + 3 * 4 + 128
+    assert quantised.flops - plain.flops == 3 * 64 * 4
 
 
 def test_statistics_are_those_of_the_unrounded_sum(device):

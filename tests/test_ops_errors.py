@@ -125,7 +125,33 @@ CASES = {
     ),
     "quantize group": (lambda: nbk.quantize_int8(X, group_size=0), ValueError, "group_size: 0"),
     "quantize group type": (lambda: nbk.quantize_int8(X, group_size=2.5), TypeError, "group_size: float"),
-    "quantize axes": (lambda: nbk.quantize_int8(Q), ValueError, "weight: shape"),
+    "quantize axes": (lambda: nbk.quantize_int8(np.float32(1)), ValueError, "weight: a scalar"),
+    "rms_norm quantize": (lambda: nbk.rms_norm(X, quantize="int4"), ValueError, "quantize: 'int4', wanted one of None"),
+    "rms_norm int8 out": (
+        lambda: nbk.rms_norm(X, quantize="int8", out=X.copy()),
+        TypeError,
+        "out: ndarray, wanted an Int8Weight",
+    ),
+    "rms_norm float out": (lambda: nbk.rms_norm(X, out=WEIGHT), TypeError, "out: .*Int8Weight"),
+    "layer_norm int8 out groups": (
+        lambda: nbk.layer_norm(
+            X, quantize="int8", out=Int8Weight(np.ones((2, 8), np.int8), np.ones((2, 2), np.float32), 4)
+        ),
+        ValueError,
+        "out: group_size 4",
+    ),
+    "layer_norm int8 out shape": (
+        lambda: nbk.layer_norm(X, quantize="int8", out=WEIGHT),
+        ValueError,
+        r"out.values: shape \(5, 8\), wanted \(2, 8\)",
+    ),
+    "layer_norm int8 out dtype": (
+        lambda: nbk.layer_norm(
+            X, quantize="int8", out=Int8Weight(np.ones((2, 8), np.uint8), np.ones((2, 1), np.float32))
+        ),
+        TypeError,
+        "out.values: uint8, wanted int8",
+    ),
     "embedding ids dtype": (lambda: nbk.embedding(IDS.astype(np.int64), X), TypeError, "ids: int64, wanted int32"),
     "embedding ids range": (lambda: nbk.embedding(IDS + 2, X), ValueError, "ids: 2 to 2 for a vocabulary of 2"),
     "embedding dtype": (lambda: nbk.embedding(IDS, X, dtype=np.float16), TypeError, "dtype: float16"),

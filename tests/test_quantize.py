@@ -39,6 +39,56 @@ def test_shapes(device, rows, columns, group_size, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize(
+    "rows, columns",
+    [
+        pytest.param(33, 7, id="odd and short: 32 rows a block and one more"),
+        pytest.param(6, 576, id="wide, a warp a row, two blocks"),
+        pytest.param(3, 4096, id="wide, a block a row"),
+        pytest.param(2, 4097, id="staged, a block a row"),
+        pytest.param(2, 16389, id="staged, tile by tile or a cluster"),
+        pytest.param(2, 40000, id="wide, tile by tile or a cluster"),
+        pytest.param(2, 600008, id="tile by tile", marks=pytest.mark.gpu),
+        pytest.param(66000, 1100, id="more blocks than a grid is high", marks=pytest.mark.gpu),
+    ],
+)
+def test_rows(device, rows, columns, dtype):
+    x = random((rows, columns), dtype, columns)
+    x[-1] *= dtype.type(100)
+    same(nbk.quantize_int8(to_device(x)), x, None)
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+def test_leading_axes(device, group_size):
+    x = random((2, 3, 5, 40), np.float32, 1)
+    same(nbk.quantize_int8(to_device(x), group_size=group_size), x, group_size)
+    same(nbk.quantize_int8(to_device(x)[:, :, 0], group_size=group_size), x[:, :, 0], group_size)
+    same(nbk.quantize_int8(to_device(x)[0, 0, 0], group_size=group_size), x[0, 0, 0], group_size)
+
+
+@pytest.mark.parametrize("columns", [64, 4097])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_infinities_and_nan(device, group_size, columns):
+    x = random((5, columns), np.float32, 2)
+    x[0, 5] = np.nan
+    x[1, 3], x[1, 40] = np.inf, -np.inf
+    x[2, 7] = np.inf
+    x[3, :4] = np.nan, np.inf, -np.inf, 1e38
+    same(nbk.quantize_int8(to_device(x), group_size=group_size), x, group_size)
+
+
+def test_quotients_beside_halves(device):
+    """Values around (k + 1/2)·scale: a quotient one unit in the last place off would round to the other side."""
+    rng = np.random.default_rng(4)
+    top = np.exp2(rng.uniform(-20, 20, (512, 1))).astype(np.float32)
+    halves = (rng.integers(-127, 127, (512, 256)) + 0.5) * (top / np.float32(127)).astype(np.float64)
+    steps = rng.integers(-2, 3, halves.shape).astype(np.int32)
+    x = (np.abs(halves).astype(np.float32).view(np.int32) + steps).view(np.float32) * np.sign(halves).astype(np.float32)
+    x[:, :1] = top
+    same(nbk.quantize_int8(to_device(x)), x, None)
+
+
+@dtypes
 def test_zero_groups_have_scale_zero(device, dtype):
     weight = random((4, 96), dtype, 1)
     weight[0] = 0
@@ -60,16 +110,29 @@ def test_halves_round_to_even(device):
     assert to_host(result.values)[0, 125:129].tolist() == [-2, 0, 0, 2]
 
 
-@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e38])
-def test_small_and_large_weights(device, size):
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-36, 1e-30, 1e-24, 5e37])
+def test_small_and_large_weights(device, size, group_size):
     # 1e-42 / 127 is a denormal of one digit, or zero
     weight = (random((3, 64), np.float32, 1) * np.float32(size)).astype(np.float32)
-    same(nbk.quantize_int8(to_device(weight), group_size=32), weight, 32)
+    same(nbk.quantize_int8(to_device(weight), group_size=group_size), weight, group_size)
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [7, 576, 1032, 4097, 16389])
+def test_same_bits_whatever_the_batch(device, columns, dtype):
+    x = random((9, columns), dtype, 3)
+    batch = nbk.quantize_int8(to_device(x))
+    for row in (0, 4, 8):
+        alone = nbk.quantize_int8(to_device(x[row : row + 1]))
+        np.testing.assert_array_equal(to_host(alone.values)[0], to_host(batch.values)[row])
+        np.testing.assert_array_equal(to_host(alone.scales)[0], to_host(batch.scales)[row])
 
 
 @dtypes
 def test_views(device, dtype):
     around = random((6, 101), dtype, 1)
+    same(nbk.quantize_int8(to_device(around)[::2, 1:98]), np.ascontiguousarray(around[::2, 1:98]), None)
     same(nbk.quantize_int8(to_device(around)[::2, 1:98], group_size=32), np.ascontiguousarray(around[::2, 1:98]), 32)
 
 

@@ -47,12 +47,23 @@ SUMS_SCRATCH = 3 * SCRATCH
 
 
 def layer_norm_kernel(
-    dtype, walk, threads, chunks, rows_per_block, resident, cluster, parameter_dtype, has_weight, has_bias, has_residual
+    dtype,
+    walk,
+    threads,
+    chunks,
+    rows_per_block,
+    resident,
+    cluster,
+    parameter_dtype,
+    has_weight,
+    has_bias,
+    has_residual,
+    quantised,
 ):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row.
     """
     width = vector_width(dtype)
     # 16-bit values have so few digits that a float32 holds their mean well enough
@@ -69,13 +80,27 @@ def layer_norm_kernel(
     row_sums = several_sums(threads, sum_count, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
 
+    @cuda.jit(device=True, inline="always")
+    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
+        mean, correction, scale, offset = statistics
+        get(held, c, values)
+        for j in range(width):
+            if corrected:
+                values[j] = (values[j] - mean - correction) * scale
+            else:
+                values[j] = ptx.fma(values[j], scale, offset)
+        scale_chunk(values, weight, bias, start, thread, columns, c)
+
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
+
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(parameter_dtype or dtype),
         bias: ptx.pointer(parameter_dtype or dtype),
         residual: ptx.pointer(dtype),
-        y: ptx.pointer(dtype),
+        y: result.y,
         total: ptx.pointer(dtype),
         rows: int64,
         columns: uint32,
@@ -85,6 +110,8 @@ def layer_norm_kernel(
         total_stride: int64,
         inverse_columns: float32,
         eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
     ):
         mean_scratch = cuda.shared.array(scratch_size, float32)
         sums_scratch = cuda.shared.array(sums_size, float32)
@@ -125,23 +152,25 @@ def layer_norm_kernel(
         scale = root(held, mean, sums[0], correction, inverse_columns, eps, thread, here, again_scratch)
 
         anew(held)
-        offset = -mean * scale
+        statistics = (mean, correction, scale, -mean * scale)
+        top = largest(held, weight, bias, start, thread, here, statistics)
+        step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
         for c in range(chunks):
-            get(held, c, values)
-            for j in range(width):
-                if corrected:
-                    values[j] = (values[j] - mean - correction) * scale
-                else:
-                    values[j] = ptx.fma(values[j], scale, offset)
-            scale_chunk(values, weight, bias, start, thread, here, c)
-            put(y, row * y_stride + start, thread, here, c, values)
-        flush(y, row * y_stride + start, thread, here)
+            normalise(held, c, values, weight, bias, start, thread, here, statistics)
+            put_result(y, row * y_stride + start, thread, here, c, values, step)
+        flush_result(y, row * y_stride + start, thread, here)
 
     return layer_norm
 
 
-def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual):
-    """A block a row, in two walks over tiles of threads·chunks·width columns; rows are longer than a tile."""
+def tiled_layer_norm_kernel(
+    dtype, walk, threads, chunks, parameter_dtype, has_weight, has_bias, has_residual, quantised
+):
+    """A block a row, in two walks over tiles of threads·chunks·width columns; rows are longer than a tile.
+
+    A third walk, between them, where y is quantised.
+    """
     width = vector_width(dtype)
     tile = threads * chunks * width
     inverse_tile = np.float32(1 / tile)
@@ -151,6 +180,17 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
     scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
+
+    @cuda.jit(device=True, inline="always")
+    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
+        shift, mean, scale = statistics
+        get(held, c, values)
+        for j in range(width):
+            values[j] = (values[j] - shift - mean) * scale
+        scale_chunk(values, weight, bias, start, thread, columns, c)
+
+    result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
+    largest, divisor, _, put_result, flush_result = result[:5]
 
     @cuda.jit(device=True, inline="always")
     def gather(held, shift, thread, columns, inverse_columns, sums):
@@ -177,7 +217,7 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
         weight: ptx.pointer(parameter_dtype or dtype),
         bias: ptx.pointer(parameter_dtype or dtype),
         residual: ptx.pointer(dtype),
-        y: ptx.pointer(dtype),
+        y: result.y,
         total: ptx.pointer(dtype),
         rows: int64,
         columns: int64,
@@ -187,6 +227,8 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
         total_stride: int64,
         inverse_columns: float32,
         eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
     ):
         shift_scratch = cuda.shared.array(SCRATCH, float32)
         sums_scratch = cuda.shared.array(SUMS_SCRATCH, float32)
@@ -216,6 +258,15 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
         row_sums(sums, sums_scratch)
         mean = sums[0]
         scale = tiled_inverse_root(sums[1], sums[2], mean, inverse_columns, eps)
+        statistics = (shift, mean, scale)
+
+        top = float32(0.0)
+        if quantised:
+            for start in range(int64(0), columns, int64(tile)):
+                here = uint32(min(columns - start, int64(tile)))
+                read(x, x_row + start, residual, residual_row + start, thread, here, held)
+                top = ptx.fmax_nan(top, largest(held, weight, bias, start, thread, here, statistics))
+        step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
 
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))
@@ -226,12 +277,9 @@ def tiled_layer_norm_kernel(dtype, walk, threads, chunks, parameter_dtype, has_w
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                get(held, c, values)
-                for j in range(width):
-                    values[j] = (values[j] - shift - mean) * scale
-                scale_chunk(values, weight, bias, start, thread, here, c)
-                put(y, row * y_stride + start, thread, here, c, values)
-            flush(y, row * y_stride + start, thread, here)
+                normalise(held, c, values, weight, bias, start, thread, here, statistics)
+                put_result(y, row * y_stride + start, thread, here, c, values, step)
+            flush_result(y, row * y_stride + start, thread, here)
 
     return tiled_layer_norm
 
@@ -247,9 +295,13 @@ def plan(
     has_bias=False,
     has_residual=False,
     clusters=False,
+    quantised=False,
 ):
-    """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's."""
-    options = (parameter_dtype, has_weight, has_bias, has_residual)
+    """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's.
+
+    quantised: y is int8 with a scale a row.
+    """
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
     arrays = 2 if has_residual else 1
     return plan_rows(
         layer_norm_kernel,
@@ -266,18 +318,24 @@ def plan(
     )
 
 
-def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
+def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0, quantised=False):
     """parameter_bytes: weight and bias together. FLOPs an element: sum, difference, square, sum, and four to finish."""
-    return norm.cost(rows, columns, dtype, residual=residual, parameters=parameter_bytes, flops=9 if residual else 8)
+    flops = 9 if residual else 8
+    return norm.cost(
+        rows, columns, dtype, residual=residual, parameters=parameter_bytes, flops=flops, quantised=quantised
+    )
 
 
-def run(x, weight, bias, residual, out, total, eps, device, stream):
+def run(x, weight, bias, residual, out, scales, total, eps, device, stream):
     """x, residual, out, total [rows, columns] with contiguous columns; weight, bias [columns]. total: x + residual, rounded.
 
-    weight, bias, and residual with total, may be None. out may be x or residual; total shares memory with nothing else.
+    weight, bias, and residual with total, may be None. out may be x or residual; total shares memory with nothing else. With
+    scales float32 [rows, 1] out is int8, quantised with one scale a row, and shares memory with nothing either.
     """
     rows, columns = x.shape
-    walk = choose_walk(columns, x.dtype, (x, residual, out, total), (weight, bias))
+    quantised = scales is not None
+    arrays = (x, residual, None if quantised else out, total)
+    walk = choose_walk(columns, x.dtype, arrays, (weight, bias), int8=out if quantised else None)
     given = weight if weight is not None else bias
     parameter_dtype = None if given is None else given.dtype
     chosen = plan(
@@ -290,5 +348,6 @@ def run(x, weight, bias, residual, out, total, eps, device, stream):
         bias is not None,
         residual is not None,
         has_clusters(device),
+        quantised,
     )
-    launch(chosen, norm.arguments(x, (weight, bias), residual, out, total, eps), device, stream)
+    launch(chosen, norm.arguments(x, (weight, bias), residual, out, scales, total, eps), device, stream)

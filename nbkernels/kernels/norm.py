@@ -2,7 +2,7 @@
 
     load        x [+ residual]  ->  held       the statistics are those of the unrounded sum, in float32
     (the statistics and the normalised values: each file's own)
-    finish      value · weight + bias  ->  out
+    finish      value · weight + bias  ->  out        or, quantised to int8, first their maximum, then the values once more
 
 A row in registers is read once; a longer one twice, tile by tile, the second time mostly from L2.
 
@@ -18,7 +18,9 @@ from numba import cuda, float32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, vector_width
-from nbkernels.kernels.rows import anew_words, reductions, row_access
+from nbkernels.kernels.int8_rows import LARGEST as LARGEST_INT8
+from nbkernels.kernels.int8_rows import divisor_of, int8_put
+from nbkernels.kernels.rows import SCRATCH, anew_words, reductions, row_access, row_max_nan
 
 # The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
 SHRINK = np.float32(2.0**-80)
@@ -119,6 +121,90 @@ def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias):
     return scale_chunk
 
 
+class Result(NamedTuple):
+    """How normalised values are stored: rounded to x's dtype, or quantised to int8 with a scale a row.
+
+    largest(held, weight, bias, start, thread, columns, statistics): max |normalised value| of the thread's part of a row or tile
+    divisor(largest, scales, row, stride, start, thread, columns): of the row, for ``put``; its scale is stored at row · stride
+    again(held): the values are computed anew for ``put``: kept, they would take as many registers as there are columns, and
+    could be rounded otherwise
+    put(pointer, start, thread, columns, c, values, divisor), flush(pointer, start, thread, columns): as ``rows.Access``'s
+    y, scales: the types of the kernels' parameters
+
+    Where nothing is quantised, largest, divisor and again do nothing.
+    """
+
+    largest: object
+    divisor: object
+    again: object
+    put: object
+    flush: object
+    y: object
+    scales: object
+    scales_stride: object
+
+
+def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised):
+    """The Result of a kernel that holds ``words`` registers of rows.
+
+    normalise(held, c, values, weight, bias, start, thread, columns, statistics): values[:width] = chunk c, normalised.
+    """
+    if not quantised:
+        put_plain = access.put
+
+        @cuda.jit(device=True, inline="always")
+        def no_largest(held, weight, bias, start, thread, columns, statistics):
+            return float32(0.0)
+
+        @cuda.jit(device=True, inline="always")
+        def no_divisor(largest, scales, row, stride, start, thread, columns):
+            return float32(0.0)
+
+        @cuda.jit(device=True, inline="always")
+        def not_again(held):
+            pass
+
+        @cuda.jit(device=True, inline="always")
+        def put(pointer, start, thread, columns, c, values, divisor):
+            put_plain(pointer, start, thread, columns, c, values)
+
+        return Result(no_largest, no_divisor, not_again, put, access.flush, ptx.pointer(dtype), ptx.absent, ptx.absent)
+
+    width = vector_width(dtype)
+    whole, inside = access.whole, access.inside
+    row_max = row_max_nan(threads, cluster)
+    scratch_size = SCRATCH * cluster
+
+    @cuda.jit(device=True, inline="always")
+    def largest(held, weight, bias, start, thread, columns, statistics):
+        values = cuda.local.array(width, float32)
+        top = float32(0.0)
+        for c in range(chunks):
+            normalise(held, c, values, weight, bias, start, thread, columns, statistics)
+            for j in range(width):
+                if whole(c, columns) or inside(c * width + j, thread, columns):
+                    top = ptx.fmax_nan(top, abs(values[j]))
+        return top
+
+    @cuda.jit(device=True, inline="always")
+    def divisor(largest, scales, row, stride, start, thread, columns):
+        scratch = cuda.shared.array(scratch_size, float32)
+        scale = row_max(largest, scratch) / LARGEST_INT8
+        # the first of a row's threads; rows that a last block has too many have no columns
+        if thread == uint32(0) and start == int64(0) and columns > uint32(0):
+            scales[row * stride] = scale
+        return divisor_of(scale)
+
+    @cuda.jit(device=True, inline="always")
+    def flush(pointer, start, thread, columns):
+        pass
+
+    put_int8 = int8_put(dtype, walk, threads, inside)
+    return Result(
+        largest, divisor, anew_words(words), put_int8, flush, ptx.pointer("int8"), ptx.pointer("float32"), int64
+    )
+
+
 @cache
 def inverse_root(dtype, threads, chunks, cluster, get, inside):
     """root(held, mean, squares, correction, inverse_columns, eps, thread, columns, scratch) -> 1 / sqrt(variance + eps).
@@ -161,8 +247,11 @@ def tiled_inverse_root(squares, small_squares, mean, inverse_columns, eps):
     return ptx.rsqrt(ptx.fmax_nan(squares * inverse_columns - mean * mean, float32(0.0)) + eps)
 
 
-def arguments(x, parameters, residual, out, total, eps):
-    """The kernels' arguments in order: arrays [rows, columns] or [columns] (None: address 0), sizes, row strides, numbers."""
+def arguments(x, parameters, residual, out, scales, total, eps):
+    """The kernels' arguments in order: arrays [rows, columns] or [columns] (None: address 0), sizes, row strides, numbers.
+
+    Those of scales [rows, 1] come last, and only where there are scales.
+    """
     rows, columns = x.shape
     vectors = (0 if p is None else p.pointer for p in parameters)
     if residual is None:
@@ -171,10 +260,18 @@ def arguments(x, parameters, residual, out, total, eps):
     else:
         arrays = (residual.pointer, out.pointer, total.pointer)
         strides = (x.strides[0], residual.strides[0], out.strides[0], total.strides[0])
-    return x.pointer, *vectors, *arrays, rows, columns, *strides, 1.0 / columns, eps
+    quantised = () if scales is None else (scales.pointer, scales.strides[0])
+    return x.pointer, *vectors, *arrays, rows, columns, *strides, 1.0 / columns, eps, *quantised
 
 
-def cost(rows, columns, dtype, *, residual, parameters, flops):
-    """Each input read once, each output written once. parameters: bytes of weight and bias; flops: those of an element."""
+def cost(rows, columns, dtype, *, residual, parameters, flops, quantised):
+    """Each input read once, each output written once. parameters: bytes of weight and bias; flops: those of an element.
+
+    quantised: the norm is written in int8 with a scale a row; an absolute value, a maximum, a quotient and a rounding more.
+    """
     arrays = 4 if residual else 2
-    return Cost(bytes=arrays * rows * columns * dtype.itemsize + parameters, flops=flops * rows * columns)
+    elements = rows * columns
+    moved = arrays * elements * dtype.itemsize + parameters
+    if quantised:
+        moved += elements - elements * dtype.itemsize + 4 * rows
+    return Cost(bytes=moved, flops=(flops + 4 if quantised else flops) * elements)

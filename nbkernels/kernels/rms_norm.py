@@ -38,11 +38,24 @@ from nbkernels.launch.launcher import launch
 SUMS_SCRATCH = 2 * SCRATCH
 
 
-def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual):
+def _normalise(width, get, scale_chunk):
+    @cuda.jit(device=True, inline="always")
+    def normalise(held, c, values, weight, bias, start, thread, columns, scale):
+        get(held, c, values)
+        for j in range(width):
+            values[j] *= scale
+        scale_chunk(values, weight, bias, start, thread, columns, c)
+
+    return normalise
+
+
+def rms_norm_kernel(
+    dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual, quantised
+):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row.
     """
     width = vector_width(dtype)
     locate = place(threads, rows_per_block, cluster, width)
@@ -55,12 +68,16 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clus
     row_sum, _ = reductions(threads, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
 
+    normalise = _normalise(width, get, scale_chunk)
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
+
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(weight_dtype or dtype),
         residual: ptx.pointer(dtype),
-        y: ptx.pointer(dtype),
+        y: result.y,
         total: ptx.pointer(dtype),
         rows: int64,
         columns: uint32,
@@ -70,6 +87,8 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clus
         total_stride: int64,
         inverse_columns: float32,
         eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
     ):
         scratch = cuda.shared.array(scratch_size, float32)
         again_scratch = cuda.shared.array(scratch_size, float32)
@@ -95,19 +114,19 @@ def rms_norm_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clus
         scale = root(held, zero, squares, zero, inverse_columns, eps, thread, here, again_scratch)
 
         anew(held)
+        top = largest(held, weight, weight, start, thread, here, scale)
+        step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
         for c in range(chunks):
-            get(held, c, values)
-            for j in range(width):
-                values[j] *= scale
-            scale_chunk(values, weight, weight, start, thread, here, c)
-            put(y, row * y_stride + start, thread, here, c, values)
-        flush(y, row * y_stride + start, thread, here)
+            normalise(held, c, values, weight, weight, start, thread, here, scale)
+            put_result(y, row * y_stride + start, thread, here, c, values, step)
+        flush_result(y, row * y_stride + start, thread, here)
 
     return rms_norm
 
 
-def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residual):
-    """A block a row, in two walks over tiles of threads·chunks·width columns."""
+def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residual, quantised):
+    """A block a row, in two walks over tiles of threads·chunks·width columns; three where y is quantised."""
     width = vector_width(dtype)
     tile = threads * chunks * width
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
@@ -116,12 +135,16 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
     scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False)
     row_sums = several_sums(threads, 2)
 
+    normalise = _normalise(width, get, scale_chunk)
+    result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
+    largest, divisor, _, put_result, flush_result = result[:5]
+
     @kernel(launch_bounds=threads)
     def tiled_rms_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(weight_dtype or dtype),
         residual: ptx.pointer(dtype),
-        y: ptx.pointer(dtype),
+        y: result.y,
         total: ptx.pointer(dtype),
         rows: int64,
         columns: int64,
@@ -131,6 +154,8 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
         total_stride: int64,
         inverse_columns: float32,
         eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
     ):
         scratch = cuda.shared.array(SUMS_SCRATCH, float32)
         held = cuda.local.array(words, uint32)
@@ -160,6 +185,14 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
         row_sums(sums, scratch)
         scale = tiled_inverse_root(sums[0], sums[1], float32(0.0), inverse_columns, eps)
 
+        top = float32(0.0)
+        if quantised:
+            for start in range(int64(0), columns, int64(tile)):
+                here = uint32(min(columns - start, int64(tile)))
+                read(x, x_row + start, residual, residual_row + start, thread, here, held)
+                top = ptx.fmax_nan(top, largest(held, weight, weight, start, thread, here, scale))
+        step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
+
         for start in range(int64(0), columns, int64(tile)):
             here = uint32(min(columns - start, int64(tile)))
             read(x, x_row + start, residual, residual_row + start, thread, here, held)
@@ -169,36 +202,42 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                get(held, c, values)
-                for j in range(width):
-                    values[j] *= scale
-                scale_chunk(values, weight, weight, start, thread, here, c)
-                put(y, row * y_stride + start, thread, here, c, values)
-            flush(y, row * y_stride + start, thread, here)
+                normalise(held, c, values, weight, weight, start, thread, here, scale)
+                put_result(y, row * y_stride + start, thread, here, c, values, step)
+            flush_result(y, row * y_stride + start, thread, here)
 
     return tiled_rms_norm
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clusters=False):
-    """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s; weight_dtype None: no weight."""
-    options = (weight_dtype, has_residual)
+def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clusters=False, quantised=False):
+    """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s; weight_dtype None: no weight.
+
+    quantised: y is int8 with a scale a row.
+    """
+    options = (weight_dtype, has_residual, quantised)
     arrays = 2 if has_residual else 1
     return plan_rows(rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
 
 
-def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0):
+def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0, quantised=False):
     """parameter_bytes: the size of the weight. FLOPs an element: square, sum, two products, the residual's sum."""
-    return norm.cost(rows, columns, dtype, residual=residual, parameters=parameter_bytes, flops=5 if residual else 4)
+    flops = 5 if residual else 4
+    return norm.cost(
+        rows, columns, dtype, residual=residual, parameters=parameter_bytes, flops=flops, quantised=quantised
+    )
 
 
-def run(x, weight, residual, out, total, eps, device, stream):
+def run(x, weight, residual, out, scales, total, eps, device, stream):
     """x, residual, out, total [rows, columns] with contiguous columns; weight [columns]. total: x + residual, rounded.
 
-    weight, and residual with total, may be None. out may be x or residual; total shares memory with nothing else.
+    weight, and residual with total, may be None. out may be x or residual; total shares memory with nothing else. With scales
+    float32 [rows, 1] out is int8, quantised with one scale a row, and shares memory with nothing either.
     """
     rows, columns = x.shape
-    walk = choose_walk(columns, x.dtype, (x, residual, out, total), (weight,))
+    quantised = scales is not None
+    arrays = (x, residual, None if quantised else out, total)
+    walk = choose_walk(columns, x.dtype, arrays, (weight,), int8=out if quantised else None)
     weight_dtype = None if weight is None else weight.dtype
-    chosen = plan(rows, columns, x.dtype, walk, weight_dtype, residual is not None, has_clusters(device))
-    launch(chosen, norm.arguments(x, (weight,), residual, out, total, eps), device, stream)
+    chosen = plan(rows, columns, x.dtype, walk, weight_dtype, residual is not None, has_clusters(device), quantised)
+    launch(chosen, norm.arguments(x, (weight,), residual, out, scales, total, eps), device, stream)

@@ -136,15 +136,17 @@ def has_clusters(device):
     return parse_arch(device.arch)[0] >= 9
 
 
-def choose_walk(columns, dtype, arrays, vectors=()):
+def choose_walk(columns, dtype, arrays, vectors=(), int8=None):
     """The walk of a call: "wide" where arrays [rows, columns] and vectors [columns], either None, start at 16-byte addresses.
 
-    A single row is held to its stride too, so that it is walked as it would be among others.
+    int8: a result of bytes [rows, columns], whose rows then start at multiples of a chunk. A single row is held to its stride
+    too, so that it is walked as it would be among others.
     """
     width = vector_width(dtype)
     fits = columns % width == 0 and all(
         x is None or (x.pointer % 16 == 0 and x.strides[0] % width == 0) for x in arrays
     )
+    fits = fits and (int8 is None or (int8.pointer % width == 0 and int8.strides[0] % width == 0))
     if fits and all(v is None or v.pointer % 16 == 0 for v in vectors):
         return "wide"
     return "staged" if columns >= STAGED_COLUMNS else "strided"
@@ -367,16 +369,24 @@ def _words(dtype, width, threads, chunks):
     return words, elements, get, anew_words(chunks * words), inside
 
 
-def _strided(dtype, width, threads, chunks):
-    # single elements go through L1: neighbouring rows and registers share sectors
-    _, to_storage = conversions(dtype)
-    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+@cache
+def word_columns(width, threads):
+    """column(i, thread) -> which column of the row is element i of a thread's chunks · width, in the walks by words."""
     row_elements = width // 4
 
     @cuda.jit(device=True, inline="always")
     def column(i, thread):
         word = uint32(uint32(i // row_elements) * uint32(threads) + thread)
         return int64(uint32(word * uint32(row_elements))) + int64(i % row_elements)
+
+    return column
+
+
+def _strided(dtype, width, threads, chunks):
+    # single elements go through L1: neighbouring rows and registers share sectors
+    _, to_storage = conversions(dtype)
+    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+    column = word_columns(width, threads)
 
     if elements == 1:
 
@@ -579,6 +589,12 @@ def reductions(threads, cluster=1):
     then only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
     """
     return _reduction(threads, cluster, _plus), _reduction(threads, cluster, ptx.fmax)
+
+
+@cache
+def row_max_nan(threads, cluster=1):
+    """As ``reductions``'s row_max, but a NaN wins."""
+    return _reduction(threads, cluster, ptx.fmax_nan)
 
 
 def _reduction(threads, cluster, combine):

@@ -19,7 +19,7 @@ from nbkernels.ptx.arithmetic import (
     sub_f16x2,
     tanh_approx,
 )
-from nbkernels.ptx.asm import instruction, pointer, storage
+from nbkernels.ptx.asm import absent, instruction, pointer, storage
 from nbkernels.ptx.convert import (
     bf16_from_float,
     bf16x2_from_floats,

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-__all__ = ["instruction", "pointer", "storage"]
+__all__ = ["absent", "instruction", "pointer", "storage"]
 
 # the letter by which inline asm names a register of this type
 _REGISTER = {
@@ -113,6 +113,10 @@ def storage(dtype):
         "uint32": types.uint32,
         "int64": types.int64,
     }[name]
+
+
+# The type of a last parameter that a variant of a kernel does not have: inside it is the constant 0.
+absent = types.Omitted(0)
 
 
 def pointer(dtype):
