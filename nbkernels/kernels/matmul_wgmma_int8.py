@@ -20,7 +20,6 @@ from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.epilogue import activation_function
 from nbkernels.kernels.int8 import scale_of_row
 from nbkernels.kernels.matmul_wgmma import (
-    BAND_ROWS,
     BOX,
     BOX_BYTES,
     CONSUMER_REGISTERS,
@@ -65,6 +64,11 @@ from nbkernels.ptx.wgmma import fewer_registers, more_registers, wgmma_wait
 STEP = 128  # k a stage, and bytes of a row of it
 # what a tile costs beyond its products, in columns of y
 TILE_OVERHEAD = 48
+# With tiles enough for both consumers of a multiprocessor, each takes its own and writes it under the other's products: tile_m,
+# tile_n, stages; from so many tiles a multiprocessor on. On an H200 1.56 P operations a second to 1.44 for one tile at a time.
+IN_TURN = (128, 128, 6)
+TILES_IN_TURN = 4
+BAND_ROWS = 1024  # of tiles that follow one another down the rows before they go on along the columns
 
 
 @cache
@@ -380,6 +384,8 @@ def serves(x, weight, group_size, pairs, out, device):
 def plan(rows, columns, dtype, epilogue, sm_count):
     """rows, columns > 0."""
     tile_m = BOX * CONSUMERS
+    if tiles(rows, columns, *IN_TURN[:2]) >= TILES_IN_TURN * sm_count:
+        return plan_of(rows, columns, (dtype, *IN_TURN, True, epilogue), sm_count)
 
     def time(width):
         """Of all turns of a multiprocessor, in products; a tile costs its own and some more: it begins and it ends."""
