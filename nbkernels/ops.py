@@ -885,15 +885,30 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
 
 
 @replayed
-def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None, out=None, stream=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    kv_lengths=None,
+    out=None,
+    stream=None,
+):
     """softmax(scale · q kᵀ, masked) v, head by head. Returns q's shape and dtype.
 
     q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim], heads a multiple of kv_heads (GQA);
     head_dim up to 256. kv_lengths int32 [batch]: how many keys each sequence has (default kv_len). With n keys, query i
     stands at position n - q_len + i: causal hides later keys; window (at least 1) keeps the last ``window`` keys up to and
-    with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim).
+    with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim). soft_cap, above 0 and
+    up to 1000: scores become soft_cap · tanh(score / soft_cap). sinks float32 [heads]: a score each that joins the softmax's
+    sum, and has no value.
     """
-    call = _Call(stream, ("kv_lengths", "out"), q=q, k=k, v=v, kv_lengths=kv_lengths, out=out)
+    call = _Call(stream, ("sinks", "kv_lengths", "out"), q=q, k=k, v=v, sinks=sinks, kv_lengths=kv_lengths, out=out)
     dtype = _check_float(q=call.q, k=call.k, v=call.v)
     _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
     _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
@@ -911,21 +926,29 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
         if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
             raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
         _check_number("window", window, least=1)
+    if soft_cap is not None:
+        _check_number("soft_cap", soft_cap, positive=True)
+        if soft_cap > 1000:  # the kernels' tanh is off by a part of the cap
+            raise ValueError(f"soft_cap: {soft_cap}, wanted at most 1000")
+    _check_dtype(np.float32, sinks=call.sinks)
+    _check_shape("sinks", call.sinks, (heads,))
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
         value = reference.attention(
-            call.q, call.k, call.v, causal=causal, scale=scale, window=window, kv_lengths=call.kv_lengths
-        )
+            call.q, call.k, call.v, causal=causal, scale=scale, window=window, soft_cap=soft_cap, sinks=call.sinks,
+            kv_lengths=call.kv_lengths,
+        )  # fmt: skip
         return _finish_host(value, q, out)
-    _check_contiguous_last(q=call.q, k=call.k, v=call.v, kv_lengths=call.kv_lengths, out=call.out)
+    _check_contiguous_last(q=call.q, k=call.k, v=call.v, sinks=call.sinks, kv_lengths=call.kv_lengths, out=call.out)
     y = call.result(call.q.shape, dtype, out)
     _check_overlap(call.out, other=[("q", call.q), ("k", call.k), ("v", call.v)])
     if y.size:
         _kernels("attention").run(
             call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
-            None if window is None else int(window), call.kv_lengths, y, call.device, call.stream,
+            None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks,
+            call.kv_lengths, y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 

@@ -23,6 +23,7 @@ from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import pair_conversions
+from nbkernels.kernels.scores import join_sink, soft_cap_function
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -120,14 +121,15 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths):
 
 
 def attention_wgmma_kernel(
-    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths
-):
+    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths,
+    capped=False, has_sinks=False,
+):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes one work item after another, in the order of a counter
     or every gridDim.x-th.
 
     tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
     of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
-    products one after another. negative: the scale is below zero (the kernel gets its magnitude).
+    products one after another. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its sign.
     """
     depth = -(-head_dim // 16) * 16
     columns = boxes(head_dim)
@@ -143,6 +145,7 @@ def attention_wgmma_kernel(
     hidden_score = np.inf if negative else -np.inf  # signs change after the mask
     name = str(dtype)
     _, pack = pair_conversions(dtype)
+    cap = soft_cap_function(exact=False)
     score_update = wgmma_update(name, tile_n)
     sum_update = wgmma_update(name, head_dim, a="registers", b_transposed=True)
     hold_scores, hold_sums, hold_words = hold(score_count), hold(sum_count), hold(word_count, "r")
@@ -235,6 +238,12 @@ def attention_wgmma_kernel(
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
+    def cap_scores(scores, scale_log2, cap_log2):
+        if capped:
+            for i in range(score_count):
+                scores[i] = cap(scores[i] * scale_log2, cap_log2)
+
+    @cuda.jit(device=True, inline="always")
     def mask(scores, position, first_key, end, window):
         """Hide scores. position: of the lane's first row among the keys; first_key: the lane's first one of the tile."""
         for h in range(2):
@@ -276,7 +285,9 @@ def attention_wgmma_kernel(
         for h in range(2):
             chains[2 + h] = ptx.shfl_bfly(chains[h], uint32(2))
         for h in range(2):
-            peak = ptx.fmax_nan(chains[h], chains[2 + h]) * scale_log2
+            peak = ptx.fmax_nan(chains[h], chains[2 + h])
+            if not capped:
+                peak *= scale_log2
             old = largest[h]
             origin[h] = old
             if not peak <= old + float32(SLACK):  # a NaN goes through
@@ -287,9 +298,11 @@ def attention_wgmma_kernel(
             chains[c] = float32(0.0)
         for n in range(n_blocks):
             for c in range(4):
-                weight = ptx.ex2(ptx.fma(scores[4 * n + c], scale_log2, -origin[c // 2]))
-                scores[4 * n + c] = weight
-                chains[c] += weight
+                exponent = scores[4 * n + c] - origin[c // 2]
+                if not capped:
+                    exponent = ptx.fma(scores[4 * n + c], scale_log2, -origin[c // 2])
+                scores[4 * n + c] = ptx.ex2(exponent)
+                chains[c] += scores[4 * n + c]
         for h in range(2):
             total[h] = ptx.fma(total[h], shrink[h], chains[2 * h] + chains[2 * h + 1])
 
@@ -340,16 +353,20 @@ def attention_wgmma_kernel(
         return uint32(base + uint32(next_items) + uint32(q_slot(turn) * uint32(4)))
 
     @cuda.jit(device=True, inline="always")
-    def leave(base, q_rows, turn, group, sums, total, my_row, my_key):
+    def leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key):
         """The quotients take the place of the warpgroup's rows of q, in the same boxes, once all of its warps have used those."""
         barrier_sync(uint32(uint32(rows_barrier) + group), uint32(WARPGROUP))
         for h in range(2):
             whole = total[h]
             whole += ptx.shfl_bfly(whole, uint32(1))
             whole += ptx.shfl_bfly(whole, uint32(2))
+            if has_sinks:
+                factor, whole = join_sink(largest[h], whole, sink)
             inverse = float32(0.0)  # a row that saw nothing is zero
             if whole != float32(0.0):
                 inverse = ptx.rcp(whole)
+            if has_sinks:
+                inverse *= factor
             inside = uint32(my_row + int32(8 * h))
             at = uint32(q_rows + uint32(inside * uint32(BOX_ROW)) + uint32(my_key * int32(2)))
             for n in range(d_blocks):
@@ -377,6 +394,8 @@ def attention_wgmma_kernel(
         section: uint32,
         window: int32,
         scale_log2: float32,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks else None,
         counter: ptx.pointer("uint32"),  # of items taken, or null
     ):
         t = uint32(cuda.threadIdx.x)
@@ -523,6 +542,9 @@ def attention_wgmma_kernel(
                 for h in range(2):
                     largest[h] = NOTHING
                     total[h] = float32(0.0)
+                sink = float32(0.0)
+                if has_sinks:
+                    sink = sinks[head]
                 q_rows = rows_of(q_ring, turn, group)
                 last = uint32(0)  # the number of the tile whose weights wait for their product
                 if not asked:
@@ -551,6 +573,7 @@ def attention_wgmma_kernel(
                         hold_scores(scores, 0)
                     if lane == uint32(0):
                         mbarrier_arrive(ring(base, k_free, number))
+                    cap_scores(scores, scale_log2, cap_log2)
                     if tile >= plain_end or tile < plain_first:
                         mask(scores, int32(row + my_row), first_key, end, window)
                     softmax(scores, largest, total, shrink, scale_log2)
@@ -579,6 +602,7 @@ def attention_wgmma_kernel(
                         hold_scores(scores, 0)
                         if lane == uint32(0):
                             mbarrier_arrive(ring(base, k_free, number))
+                        cap_scores(scores, scale_log2, cap_log2)
                         if tile >= plain_end or tile < plain_first:
                             mask(scores, int32(row + my_row), first_key, end, window)
                         softmax(scores, largest, total, shrink, scale_log2)
@@ -624,7 +648,7 @@ def attention_wgmma_kernel(
                     hold_words(words, 0)
                     if lane == uint32(0):
                         mbarrier_arrive(ring(base, v_free, last))
-                    leave(base, q_rows, turn, group, sums, total, my_row, my_key)
+                    leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key)
                     wgmma_wait(0)
                     hold_scores(scores, 0)
                 else:
@@ -638,7 +662,7 @@ def attention_wgmma_kernel(
                         hold_words(words, 0)
                         if lane == uint32(0):
                             mbarrier_arrive(ring(base, v_free, last))
-                    leave(base, q_rows, turn, group, sums, total, my_row, my_key)
+                    leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key)
                 turn = uint32(turn + uint32(1))
             if turns and group == uint32(0):
                 barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
@@ -647,7 +671,7 @@ def attention_wgmma_kernel(
 
 
 def constants_for(dtype, head_dim, negative, masks):
-    """The kernel's constants. masks: (causal, windowed, has_lengths)."""
+    """The kernel's constants. masks: (causal, windowed, has_lengths[, capped, has_sinks])."""
     tile_n, stages, consumers, q_stages = next(TILES[most] for most in TILES if head_dim <= most)
     return (dtype, head_dim, tile_n, stages, consumers, q_stages, True, negative, *masks)
 
@@ -679,8 +703,11 @@ def serves(q, k, v, out, device):
     )
 
 
-def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream):
-    """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none."""
+def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, device, stream):
+    """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none.
+
+    extra: the arguments of a soft cap and of sinks.
+    """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     constants = constants_for(q.dtype, head_dim, negative, masks)
@@ -692,6 +719,6 @@ def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, s
     sizes = (q_len, kv_len, heads, batch * heads, heads // kv_heads, q_tiles, section, window, scale_log2)
     # items of unequal length are taken by whichever block is free
     counter = None
-    if any(masks) and batch * heads * q_tiles > chosen.grid[0]:
+    if any(masks[:3]) and batch * heads * q_tiles > chosen.grid[0]:
         counter = memory.counters(1, stream)
-    launch(chosen, (*maps, lengths, *sizes, 0 if counter is None else counter.pointer), device, stream)
+    launch(chosen, (*maps, lengths, *sizes, *extra, 0 if counter is None else counter.pointer), device, stream)

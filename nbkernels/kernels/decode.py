@@ -1,6 +1,6 @@
 """Attention for few query tokens over a long KV cache: bound by reading K and V once.
 
-    out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]
+    out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]        (caps, sinks: ``scores``)
 
 Split-KV decoding (Dao et al. 2023, "Flash-Decoding") with the online softmax of Milakov and Gimelshein (2018): the keys of a
 sequence are cut into splits of a fixed length, a block takes one split of one KV head for up to ``rows`` query rows (the query
@@ -24,6 +24,7 @@ from numba import cuda, float32, int32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, access, aligned, conversions, pair_conversions, vector_width
+from nbkernels.kernels.scores import join_sink, score_factors, soft_cap_function
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -41,7 +42,6 @@ MERGE_WARPS = 8  # merge: a thread an element of the longest head
 MERGE_UNROLL = 4  # merge: splits a warp has in flight
 # ptx.prmt: the lower, or upper, 16-bit elements of two words
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
-LOG2E = np.log2(np.e)
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
 NOTHING = np.float32(-1e38)
 
@@ -98,16 +98,17 @@ def _task(rows, causal, windowed, has_lengths):
 
 
 @cache
-def _leave(dtype, head_dim, rows, single):
+def _leave(dtype, head_dim, rows, single, has_sinks):
     """leave(…): the warps' (max, sum, vector) in shared memory, merged in the warps' order and written, a thread an element.
 
-    To out where ``single``, else to vectors [query rows, splits, head_dim] and weights [query rows, splits, 2] (max, sum).
+    To out, past the head's sink, where ``single``; else to vectors [query rows, splits, head_dim] and weights
+    [query rows, splits, 2] (max, sum).
     """
     _, to_storage = conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def leave(
-        shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+        shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
         q_len, kv_heads, group, splits, out_batch, out_token, out_head,
     ):  # fmt: skip
         for r in range(rows):
@@ -121,6 +122,8 @@ def _leave(dtype, head_dim, rows, single):
                 total = float32(0.0)
                 for w in range(WARPS):
                     total = ptx.fma(shared_sum[w, r], ptx.ex2(shared_max[w, r] - largest), total)
+                if single and has_sinks:
+                    factor, total = join_sink(largest, total, sinks[head])
                 to = batch * out_batch + token * out_token + head * out_head
                 query_row = (batch * int64(q_len) + token) * (int64(kv_heads) * int64(group)) + head
                 slot = query_row * int64(splits) + int64(split)
@@ -130,6 +133,8 @@ def _leave(dtype, head_dim, rows, single):
                     for w in range(WARPS):
                         x = ptx.fma(shared_vector[w, r, column], ptx.ex2(shared_max[w, r] - largest), x)
                     if single:
+                        if has_sinks:
+                            x *= factor
                         # a row that has seen nothing stays zero
                         if total != float32(0.0):
                             x = x / total
@@ -154,14 +159,15 @@ def _layout(head_dim, width):
     return lanes, -(-chunks // lanes)
 
 
-def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, single):
+def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, single, capped=False, has_sinks=False):
     """A split of a KV head for ``rows`` packed query rows; writes out where ``single``, else (max, sum, vector) a row and split.
 
     grid: batch · kv_heads · splits · row tiles. Packed row r is query token r // group of query head r % group.
     """
     load, _ = access(dtype, width)
     task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
-    leave = _leave(dtype, head_dim, rows, single)
+    leave = _leave(dtype, head_dim, rows, single, has_sinks)
+    cap = soft_cap_function(exact=True)
     lanes, chunks = _layout(head_dim, width)
     elements = chunks * width  # a lane's share of a head
     groups = ptx.WARP // lanes  # keys a warp takes at once
@@ -200,6 +206,8 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks and single else None,
     ):
         shared_max = cuda.shared.array((WARPS, rows), float32)
         shared_sum = cuda.shared.array((WARPS, rows), float32)
@@ -271,6 +279,8 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                     for i in range(5):
                         if (1 << i) < lanes:
                             score += ptx.shfl_bfly(score, uint32(1 << i))
+                    if capped:
+                        score = cap(score, cap_log2)
                     if key < first[r] or key >= last[r] or key >= end:
                         score = float32(-np.inf)
                     scores[u * rows + r] = score
@@ -332,14 +342,14 @@ def decode_kernel(dtype, head_dim, width, rows, causal, windowed, has_lengths, s
                         shared_vector[warp, r, column] = vector[r * elements + c * width + w]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
             q_len, kv_heads, group, splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return decode
 
 
-def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths, single):
+def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths, single, capped=False, has_sinks=False):
     """As ``decode`` for 16-bit elements, STRIP · strips packed query rows a block, by products of 16 keys with 8 rows.
 
     With lane = 4 · g + t, in the terms of ``ptx.mma``: scoresᵀ = K qᵀ has keys g and g + 8 of a tile and query rows 2t, 2t + 1 in
@@ -354,7 +364,8 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
     _, pack = pair_conversions(dtype)
     rows = STRIP * strips
     task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
-    leave = _leave(dtype, head_dim, rows, single)
+    leave = _leave(dtype, head_dim, rows, single, has_sinks)
+    cap = soft_cap_function(exact=False)
     width = vector_width(dtype)
     k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
     # of 16 keys, that a warp takes at once: 4 KB of K and of V, less where the scores of many rows need the registers
@@ -423,6 +434,8 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks and single else None,
     ):
         shared_max = cuda.shared.array((WARPS, rows), float32)
         shared_sum = cuda.shared.array((WARPS, rows), float32)
@@ -495,6 +508,8 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
                     for n in range(4):
                         key = int32(start + int32(uint32(g + uint32(16 * i + n // 2 * 8))))
                         score = x[n] * scale_log2
+                        if capped:
+                            score = cap(score, cap_log2)
                         row = s * 2 + n % 2
                         if key >= end or key >= last[row] or key < first[row]:
                             score = float32(-np.inf)
@@ -557,14 +572,14 @@ def tensor_decode_kernel(dtype, head_dim, strips, causal, windowed, has_lengths,
                         shared_vector[warp, row, column] = vector[at_sum]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
             q_len, kv_heads, group, splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return tensor_decode
 
 
-def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
+def merge_kernel(dtype, head_dim, causal, windowed, has_lengths, has_sinks=False):
     """Combine the splits of a query row. grid: batch · q_len · heads; warp w takes every MERGE_WARPS-th split from the w-th on.
 
     Each lane has ``width`` elements of a head in each of ``chunks``; the warps' sums are added in the warps' order.
@@ -591,6 +606,7 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        sinks: ptx.pointer("float32") if has_sinks else None,
     ):
         shared_total = cuda.shared.array(MERGE_WARPS, float32)
         shared_vector = cuda.shared.array((MERGE_WARPS, padded), float32)
@@ -653,6 +669,9 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
             for w in range(MERGE_WARPS):
                 total += shared_total[w]
                 x += shared_vector[w, column]
+            if has_sinks:
+                factor, total = join_sink(largest, total, sinks[head])
+                x *= factor
             # a row that sees nothing stays zero
             if total != float32(0.0):
                 x = x / total
@@ -662,7 +681,10 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
 
 
 @lru_cache(maxsize=4096)
-def plan(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths):
+def plan(
+    batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths,
+    capped=False, has_sinks=False,
+):  # fmt: skip
     """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
 
     Rows a block: as many as the packed rows fill, up to what the registers hold: STRIP · strips of tensor_decode, where strips
@@ -671,17 +693,18 @@ def plan(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, 
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
     masks = (causal, windowed, has_lengths)
+    options = (splits == 1, capped, has_sinks)
     if dtype.itemsize == 2 and width > 1:
         strips = 1
         while 2 * strips * head_dim <= STRIP_ELEMENTS and strips * STRIP < packed and strips < MAX_STRIPS:
             strips *= 2
         rows = strips * STRIP
-        factory, constants = tensor_decode_kernel, (dtype, head_dim, strips, *masks, splits == 1)
+        factory, constants = tensor_decode_kernel, (dtype, head_dim, strips, *masks, *options)
     else:
         rows = 1
         while rows < min(packed, MAX_ROWS):
             rows *= 2
-        factory, constants = decode_kernel, (dtype, head_dim, width, rows, *masks, splits == 1)
+        factory, constants = decode_kernel, (dtype, head_dim, width, rows, *masks, *options)
     row_tiles = -(-packed // rows)
     blocks, query_rows = batch * kv_heads * row_tiles * splits, batch * q_len * heads
     if max(blocks, query_rows) > 2**31 - 1:
@@ -689,7 +712,7 @@ def plan(batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, 
     walk = Plan(factory, constants, (blocks, 1, 1), (THREADS, 1, 1))
     if splits == 1:
         return walk, None, row_tiles, splits
-    merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
+    merge = Plan(merge_kernel, (dtype, head_dim, *masks, has_sinks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
     return walk, merge, row_tiles, splits
 
 
@@ -699,8 +722,8 @@ def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize):
     return Cost(bytes=itemsize * elements, flops=4 * batch * q_len * heads * kv_len * head_dim)
 
 
-def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
-    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths may be None."""
+def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream):
+    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths and sinks may be None."""
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     width = vector_width(q.dtype)
@@ -709,7 +732,10 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     # a lone query stands at the end: no key is later
     causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
-    walk, merge, row_tiles, splits = plan(batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks)
+    options = (soft_cap is not None, sinks is not None)
+    walk, merge, row_tiles, splits = plan(
+        batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks, *options
+    )
     vectors = weights = None
     if merge is not None:
         partials = batch * q_len * heads * splits
@@ -721,8 +747,10 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     strides = (s for x in (q, k, v, out) for s in x.strides[:3])
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     partial = (0, 0) if merge is None else (vectors.pointer, weights.pointer)
-    sizes = (q_len, kv_len, kv_heads, heads // kv_heads, row_tiles, splits, window, float(scale * LOG2E))
-    launch(walk, (*pointers, *partial, *sizes, *strides), device, stream)
+    factor, cap = score_factors(scale, soft_cap)
+    sizes = (q_len, kv_len, kv_heads, heads // kv_heads, row_tiles, splits, window, factor)
+    sink = () if sinks is None else (sinks.pointer,)  # for the last of the kernels
+    launch(walk, (*pointers, *partial, *sizes, *strides, *cap, *(() if merge else sink)), device, stream)
     if merge is not None:
         sizes = (q_len, kv_len, heads, splits, window)
-        launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)
+        launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3], *sink), device, stream)
