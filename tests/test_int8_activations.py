@@ -261,32 +261,36 @@ def test_cpu_and_device_agree(device):
 # ---- matmul_wgmma_int8 --------------------------------------------------------------------------------------------------------
 
 WGMMA = [
-    pytest.param((130, 136, 400), BF16, (128, 64), 2, False, {}, id="two stages, a depth of four steps"),
-    pytest.param((270, 136, 144), F16, (128, 64), 3, False, FULL, id="several tiles a block, edges of all kinds"),
-    pytest.param((130, 132, 144), F32, (128, 64), 3, False, FULL, id="float32: boxes of 32 columns"),
-    pytest.param((130, 136, 16), BF16, (128, 128), 3, False, {"bias": True}, id="less than a step"),
-    pytest.param((260, 72, 272), BF16, (256, 64), 3, False, {"residual": True}, id="two products a consumer"),
-    pytest.param((70, 200, 272), F16, (128, 192), 3, False, {"activation": "gelu"}, id="an odd number of boxes"),
-    pytest.param((130, 520, 144), BF16, (128, 256), 4, False, FULL, id="the widest tile"),
-    pytest.param((330, 136, 400), BF16, (64, 64), 3, True, FULL, id="consumers in turn"),
-    pytest.param((64, 64, 144), F32, (64, 64), 2, True, {}, id="consumers in turn, but one tile"),
-    pytest.param((4090, 4104, 2000), BF16, (128, 256), 4, False, FULL, id="large", marks=pytest.mark.gpu),
-    pytest.param((4090, 4104, 2000), F32, (128, 256), 4, False, {}, id="large, float32", marks=pytest.mark.gpu),
-    pytest.param((4090, 4104, 2000), BF16, (128, 128), 5, True, FULL, id="large, in turn", marks=pytest.mark.gpu),
+    pytest.param((130, 136, 400), BF16, None, (128, 64), 2, False, {}, id="two stages, a depth of four steps"),
+    pytest.param((270, 136, 144), F16, None, (128, 64), 3, False, FULL, id="several tiles a block, edges of all kinds"),
+    pytest.param((130, 132, 144), F32, None, (128, 64), 3, False, FULL, id="float32: boxes of 32 columns"),
+    pytest.param((130, 136, 16), BF16, None, (128, 128), 3, False, {"bias": True}, id="less than a step"),
+    pytest.param((260, 72, 272), BF16, None, (256, 64), 3, False, {"residual": True}, id="two products a consumer"),
+    pytest.param((70, 200, 272), F16, None, (128, 192), 3, False, {"activation": "gelu"}, id="an odd number of boxes"),
+    pytest.param((130, 520, 144), BF16, None, (128, 256), 4, False, FULL, id="the widest tile"),
+    pytest.param((330, 136, 400), BF16, None, (64, 64), 3, True, FULL, id="consumers in turn"),
+    pytest.param((64, 64, 144), F32, None, (64, 64), 2, True, {}, id="consumers in turn, but one tile"),
+    pytest.param((130, 136, 400), F32, 128, (128, 64), 2, False, {}, id="a group a stage"),
+    pytest.param((270, 200, 528), BF16, 256, (128, 128), 3, False, FULL, id="groups of two stages, edges of all kinds"),
+    pytest.param((130, 136, 272), F32, 128, (64, 64), 3, True, FULL, id="groups, consumers in turn"),
+    pytest.param((4090, 4104, 2000), BF16, 128, (128, 128), 6, False, FULL, id="large, groups", marks=pytest.mark.gpu),
+    pytest.param((4090, 4104, 2000), BF16, None, (128, 256), 4, False, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param((4090, 4104, 2000), F32, None, (128, 256), 4, False, {}, id="large, float32", marks=pytest.mark.gpu),
+    pytest.param((4090, 4104, 2000), BF16, None, (128, 128), 5, True, FULL, id="large, in turn", marks=pytest.mark.gpu),
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, tile, stages, ping_pong, epilogue", WGMMA)
-def test_wgmma(hopper, shape, dtype, tile, stages, ping_pong, epilogue):  # noqa: F811
+@pytest.mark.parametrize("shape, dtype, group_size, tile, stages, ping_pong, epilogue", WGMMA)
+def test_wgmma(hopper, shape, dtype, group_size, tile, stages, ping_pong, epilogue):  # noqa: F811
     rows, columns, depth = shape
-    x, weight = quantised(rows, depth, seed=2), quantised(columns, depth)
+    x, weight = quantised(rows, depth, seed=2), quantised(columns, depth, group_size)
     given = extras(rows, columns, dtype, **epilogue)
-    kept = [(padded(q.values)[1], to_device(np.repeat(q.scales, 2, axis=1))[:, :1]) for q in (x, weight)]
+    kept = [(padded(q.values)[1], to_device(np.repeat(q.scales, 2, axis=0))[::2]) for q in (x, weight)]
     bias = to_device(given.get("bias"))
     residual = padded(given["residual"]) if "residual" in given else (None, None)
     whole, out = padded(np.full((rows, columns), np.nan, dtype))
-    has = Epilogue(True, "bias" in given, given["activation"], "residual" in given)
-    constants = (dtype, *tile, stages, ping_pong, has)
+    has = Epilogue(group_size is None, "bias" in given, given["activation"], "residual" in given)
+    constants = (dtype, group_size or 0, *tile, stages, ping_pong, has)
     chosen = matmul_wgmma_int8.plan_of(rows, columns, constants, 132 if rows > 1000 else 2)
     arguments = matmul_wgmma_int8.arguments(
         chosen, *kept[0], *kept[1], bias, residual[1], out, current(), band_rows=2 * tile[0]
@@ -309,6 +313,8 @@ def test_wgmma(hopper, shape, dtype, tile, stages, ping_pong, epilogue):  # noqa
         (128, 64, 24, None, BF16, False),  # rows of x of 24 bytes
         (128, 64, 64, 32, BF16, False),
         (128, 64, 64, 64, BF16, True),  # one group is one scale
+        (128, 64, 256, 128, BF16, True),
+        (128, 64, 256, 64, BF16, False),
     ],
 )
 def test_which_calls_wgmma_takes(rows, columns, depth, group_size, dtype, served):
@@ -374,8 +380,10 @@ def test_plans_fit():
             for dtype in (BF16, F32):
                 chosen = matmul_stream_int8.plan(min(rows, 64), columns, 4096, dtype, Epilogue(True), 132)
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024
-                chosen = matmul_wgmma_int8.plan(rows, columns, dtype, Epilogue(True), 132)
+                chosen = matmul_wgmma_int8.plan(rows, columns, dtype, 0, Epilogue(True), 132)
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024
+                chosen = matmul_wgmma_int8.plan(rows, columns, dtype, 128, Epilogue(), 132)
+                assert chosen.constants[3] <= 128 and chosen.shared_bytes <= 227 * 1024
                 for group_size in (0, 32, 128):
                     chosen = matmul_tiles_int8.plan(
                         rows, columns, dtype, group_size, True, False, Epilogue(group_size == 0), 132

@@ -11,9 +11,9 @@ The tensor cores' kernels multiply a group's sum by its scale, in float32, where
 where there is one scale a row; matmul_lanes and matmul_blocks multiply each weight, in float32, for any group_size. On sm_90a
 matmul_wgmma rounds each weight of a group, times its scale, to bfloat16.
 
-Where x is int8 too (``run_int8``), products of bytes are summed in int32, exactly: by matmul_tiles_int8, or on sm_90a, with one
-scale a row, by matmul_wgmma_int8 (many rows) and matmul_stream_int8 (few rows, a large weight). float32 begins with the sum of a
-row, or of a group:
+Where x is int8 too (``run_int8``), products of bytes are summed in int32, exactly: by matmul_tiles_int8, or on sm_90a by
+matmul_wgmma_int8 (many rows; a scale a row, or a group of a multiple of 128) and matmul_stream_int8 (few rows, a large weight
+with a scale a row). float32 begins with the sum of a row, or of a group:
 
     z[m, n] = sum_g scales[n, g] · float(sum_(k in group g) x[m, k] · values[n, k])
     y[m, n] = activation(x_scales[m] · z[m, n] + bias[n]) + residual[m, n]
@@ -63,7 +63,9 @@ def run_int8(x, x_scales, weight, bias, residual, activation, out, device, strea
     epilogue = Epilogue(group_size == 0, bias is not None, activation, residual is not None)
     aligned = alignment(x, weight.values, bias, residual, out, device.arch)
     if matmul_wgmma_int8.serves(x, weight.values, group_size, aligned.pairs, out, device):
-        matmul_wgmma_int8.run(x, x_scales, weight.values, weight.scales, bias, residual, epilogue, out, device, stream)
+        matmul_wgmma_int8.run(
+            x, x_scales, weight.values, weight.scales, group_size, bias, residual, epilogue, out, device, stream
+        )
         return
     if matmul_stream_int8.serves(x, weight.values, group_size, device):
         matmul_stream_int8.run(x, x_scales, weight.values, weight.scales, bias, residual, epilogue, out, device, stream)

@@ -1,6 +1,7 @@
-"""Many int8 rows times an int8 weight by bulk tensor copies and wgmma (sm_90a), in exact int32 sums; a scale a row of each.
+"""Many int8 rows times an int8 weight by bulk tensor copies and wgmma (sm_90a), in exact int32 sums.
 
     y[m, n] = epilogue(float(sum_k x[m, k] · w[n, k]) · x_scales[m] · scales[n])
+    y[m, n] = epilogue(x_scales[m] · sum_s scales[n, s] · float(sum_(k in span s) x[m, k] · w[n, k]))      with scales a group
 
 The walk is that of ``matmul_wgmma`` with a dense weight: a row of a stage is 128 bytes, which are 128 columns here. What differs
 is what follows the products. A lane needs the scales of two columns in every eight of its tile, and so do the seven lanes with
@@ -9,11 +10,14 @@ by a shuffle:
 
     lane (g, q)         holds     columns 8·g + 2·q, + 1  of every 64: scales, and bias
     sums[4·j], [4·j+1]  need      columns 8·j + 2·q, + 1:              from lane (j % 8, q)
+
+A group of columns with a scale is a multiple of a stage, and a span, whose int32 sum is turned into a float, is a stage: its
+products begin from zero, and one consumer adds what it has, times scales, to its float32 sums while the other multiplies.
 """
 
 from functools import cache, lru_cache
 
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import conversions, pair_conversions
@@ -24,6 +28,7 @@ from nbkernels.kernels.matmul_wgmma import (
     BOX_BYTES,
     CONSUMER_REGISTERS,
     CONSUMERS,
+    K_STEPS,
     LEAST_ROWS,
     LEAST_SHARE,
     PRODUCER_REGISTERS,
@@ -59,7 +64,16 @@ from nbkernels.ptx.mbarrier import (
     mbarrier_init,
     mbarrier_wait,
 )
-from nbkernels.ptx.wgmma import fewer_registers, more_registers, wgmma_wait
+from nbkernels.ptx.wgmma import (
+    descriptor_address,
+    descriptor_bits,
+    fewer_registers,
+    more_registers,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_update,
+    wgmma_wait,
+)
 
 STEP = 128  # k a stage, and bytes of a row of it
 # what a tile costs beyond its products, in columns of y
@@ -68,7 +82,45 @@ TILE_OVERHEAD = 48
 # tile_n, stages; from so many tiles a multiprocessor on. On an H200 1.56 P operations a second to 1.44 for one tile at a time.
 IN_TURN = (128, 128, 6)
 TILES_IN_TURN = 4
+WIDEST_OF_GROUPS = 128  # columns of a tile that has float32 sums beside those in int32
 BAND_ROWS = 1024  # of tiles that follow one another down the rows before they go on along the columns
+
+
+@cache
+def _multiply_span(tile_n):
+    """multiply(x_tile, w_tile, exact): the products of a stage from zero, in flight; 64 rows of x."""
+    update = wgmma_update("int8", tile_n)
+    bits = descriptor_bits(16, 8 * STEP, STEP)
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(x_tile, w_tile, exact):
+        a_bits = uint64(descriptor_address(x_tile) + uint64(bits))
+        b_bits = uint64(descriptor_address(w_tile) + uint64(bits))
+        wgmma_fence()
+        for k in range(K_STEPS):
+            update(
+                exact, 0, uint64(a_bits + uint64(2 * k)), uint64(b_bits + uint64(2 * k)), uint32(1) if k else uint32(0)
+            )
+        wgmma_commit()
+
+    return multiply
+
+
+@cache
+def _add_span(tile_n):
+    """add(exact, scales, lane, sums): sums += exact · scale of the column; scales: what the lane holds of the tile's columns."""
+    eights = tile_n // 8
+
+    @cuda.jit(device=True, inline="always")
+    def add(exact, scales, lane, sums):
+        for j in range(eights):
+            source = uint32(uint32(4 * (j % 8)) | uint32(lane & uint32(3)))
+            held = 2 * (j // 8)
+            scale = ptx.shfl_idx(scales[held], source), ptx.shfl_idx(scales[held + 1], source)
+            for i in range(4):
+                sums[4 * j + i] = ptx.fma(float32(exact[4 * j + i]), scale[i % 2], sums[4 * j + i])
+
+    return add
 
 
 @cache
@@ -84,7 +136,7 @@ def _fill(dtype, epilogue):
     box_values = 4 * eights
     unpack, pack = pair_conversions(dtype)
     activate = activation_function(epilogue)
-    has_bias, has_residual = epilogue.bias, epilogue.residual
+    has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
 
     @cuda.jit(device=True, inline="always")
     def residual_pair(residual, m, n, rows, columns, stride):
@@ -125,13 +177,18 @@ def _fill(dtype, epilogue):
             number = first // 8 + j
             source = uint32(uint32(4 * (number % 8)) | uint32(lane & uint32(3)))
             held = 2 * (number // 8)
-            scale = ptx.shfl_idx(scales[held], source), ptx.shfl_idx(scales[held + 1], source)
+            scale = float32(1.0), float32(1.0)
+            if has_scale:
+                scale = ptx.shfl_idx(scales[held], source), ptx.shfl_idx(scales[held + 1], source)
             bias = float32(0.0), float32(0.0)
             if has_bias:
                 bias = ptx.shfl_idx(biases[held], source), ptx.shfl_idx(biases[held + 1], source)
             for h in range(2):
-                one = float32(sums[at + 4 * j + 2 * h]) * row_scales[h] * scale[0]
-                other = float32(sums[at + 4 * j + 2 * h + 1]) * row_scales[h] * scale[1]
+                one = float32(sums[at + 4 * j + 2 * h]) * row_scales[h]
+                other = float32(sums[at + 4 * j + 2 * h + 1]) * row_scales[h]
+                if has_scale:
+                    one *= scale[0]
+                    other *= scale[1]
                 if has_bias:
                     one += bias[0]
                     other += bias[1]
@@ -145,8 +202,11 @@ def _fill(dtype, epilogue):
     return fill
 
 
-def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue):
+def matmul_wgmma_int8_kernel(dtype, group_size, tile_m, tile_n, stages, ping_pong, epilogue):
     """dtype: of y, bias and residual, whose columns are even in number; pairs of 16-bit ones lie at 4-byte addresses in residual.
+
+    group_size: 0 (a scale a row: the epilogue's) or a multiple of STEP; then a consumer has 64 rows, and at most
+    WIDEST_OF_GROUPS columns.
 
     tile_m × tile_n: a tile of y, of a block; with ping_pong of a warpgroup: then one multiplies while the other stores. grid: any
     number of blocks.
@@ -166,7 +226,11 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
     held_biases = held if epilogue.bias else 1
     from_storage, _ = conversions(dtype)
     has_bias = epilogue.bias
+    groups = group_size > 0
+    assert not groups or (group_size % STEP == 0 and blocks == 1 and tile_n <= WIDEST_OF_GROUPS)
+    sum_values = values if groups else 1
     multiply = multiply_dense("int8", blocks, tile_n)
+    multiply_span, add_span = _multiply_span(tile_n), _add_span(tile_n)
     fill = _fill(dtype, epilogue)
     keep = ptx.hold(values, "r")
     free = 8 * stages
@@ -209,6 +273,13 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
         return store
 
     store_boxes = boxes_from(0)
+
+    @cuda.jit(device=True, inline="always")
+    def held_column(i, column, lane, columns):
+        """The column of y whose scale and bias a lane holds as number i, in a tile from ``column`` on; inside y."""
+        g, q = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
+        inside = uint32(uint32(64 * (i // 2) + i % 2) + uint32(uint32(g << uint32(3)) + uint32(q << uint32(1))))
+        return int64(min(uint32(column + inside), uint32(columns - uint32(1))))
 
     @kernel(launch_bounds=(THREADS, 1))  # setmaxnreg needs a known register count at entry
     def matmul_wgmma_int8(
@@ -275,9 +346,11 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
                     tile = uint32(tile + stride)
         else:
             more_registers(CONSUMER_REGISTERS)
-            sums = cuda.local.array(values, int32)
+            exact = cuda.local.array(values, int32)
             for i in range(values):
-                sums[i] = int32(0)
+                exact[i] = int32(0)
+            sums = cuda.local.array(sum_values, float32)
+            next_scales = cuda.local.array(held, float32)
             row_scales = cuda.local.array(halves, float32)
             column_scales = cuda.local.array(held, float32)
             biases = cuda.local.array(held_biases, float32)
@@ -301,12 +374,10 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
                 row = uint32(uint32(row_tile * uint32(tile_m)) + own_row)
                 column = uint32(column_tile * uint32(tile_n))
                 for i in range(held):
-                    n = uint32(column + uint32(64 * (i // 2) + i % 2) + uint32(uint32(lane >> uint32(2)) << uint32(3)))
-                    n = uint32(n + uint32(uint32(lane & uint32(3)) << uint32(1)))
-                    n = min(n, uint32(columns - uint32(1)))
-                    column_scales[i] = ptx.ld_global_nc_f32(ptx.address(scales, int64(n) * scale_stride))
+                    n = held_column(i, column, lane, columns)
+                    column_scales[i] = ptx.ld_global_nc_f32(ptx.address(scales, n * scale_stride))
                     if has_bias:
-                        biases[i] = from_storage(bias[int64(n)])
+                        biases[i] = from_storage(bias[n])
                 for i in range(halves):
                     m = uint32(row + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)) + uint32(8 * i))
                     if i > 1:
@@ -315,24 +386,34 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
                     row_scales[i] = ptx.ld_global_nc_f32(ptx.address(x_scales, int64(m) * x_scale_stride))
                 if ping_pong:
                     barrier_sync(uint32(uint32(turn_barrier) + group), uint32(CONSUMERS * WARPGROUP))
-                keep(sums, 0)
+                for i in range(sum_values):
+                    sums[i] = float32(0.0)
+                keep(exact, 0)
                 step = uint32(0)
                 before = uint32(0)
                 while step < steps:
                     barrier = uint32(full + uint32(stage << uint32(3)))
                     mbarrier_wait(barrier, parity)
                     at = uint32(ring + uint32(stage * uint32(both)))
-                    multiply(
-                        uint32(at + uint32(own_row * uint32(STEP))),
-                        uint32(at + uint32(x_bytes)),
-                        sums,
-                        step,
-                        before,
-                        warp,
-                        lane,
-                        uint32(0),
-                        uint32(0),
-                    )
+                    own = uint32(at + uint32(own_row * uint32(STEP)))
+                    weight_at = uint32(at + uint32(x_bytes))
+                    if groups:
+                        multiply_span(own, weight_at, exact)
+                        following = min(uint32(step + uint32(1)), uint32(steps - uint32(1)))
+                        group_of = uint32(uint32(following * uint32(STEP)) // uint32(group_size))
+                        for i in range(held):
+                            n = held_column(i, column, lane, columns)
+                            at_scale = ptx.address(scales, n * scale_stride + int64(group_of))
+                            next_scales[i] = ptx.ld_global_nc_f32(at_scale)
+                        wgmma_wait(0)
+                        keep(exact, 0)
+                        if lane == uint32(0):
+                            mbarrier_arrive(uint32(barrier + uint32(free)))
+                        add_span(exact, column_scales, lane, sums)
+                        for i in range(held):
+                            column_scales[i] = next_scales[i]
+                    else:
+                        multiply(own, weight_at, exact, step, before, warp, lane, uint32(0), uint32(0))
                     before = uint32(barrier + uint32(free))
                     step = uint32(step + uint32(1))
                     stage = uint32(stage + uint32(1))
@@ -342,15 +423,17 @@ def matmul_wgmma_int8_kernel(dtype, tile_m, tile_n, stages, ping_pong, epilogue)
                 if ping_pong and uint32(tile + stride) < number_of_tiles:
                     other = uint32(uint32(turn_barrier) + uint32(group ^ uint32(1)))
                     barrier_arrive(other, uint32(CONSUMERS * WARPGROUP))
-                wgmma_wait(0)
-                keep(sums, 0)
-                if lane == uint32(0):
-                    mbarrier_arrive(before)
+                if not groups:
+                    wgmma_wait(0)
+                    keep(exact, 0)
+                    if lane == uint32(0):
+                        mbarrier_arrive(before)
 
                 for i in range(halves):
                     row_scales[i] = scale_of_row(row_scales[i])
                 team = (group, warp, lane, leader)
-                store_boxes(sums, (box, other_box), (row, column), team, row_scales, column_scales, biases, call)
+                done = sums if groups else exact
+                store_boxes(done, (box, other_box), (row, column), team, row_scales, column_scales, biases, call)
                 if blocks * parts % 2:
                     box = uint32(box + other_box)
                     other_box = uint32(uint32(0) - other_box)
@@ -371,7 +454,7 @@ def serves(x, weight, group_size, pairs, out, device):
     rows, columns = out.shape
     return (
         device.arch == "sm_90a"
-        and group_size == 0
+        and group_size % STEP == 0
         and (pairs or out.itemsize == 4)
         and rows >= LEAST_ROWS
         and LEAST_SHARE * tiles(rows, columns, BOX * CONSUMERS, WIDTHS[-1]) >= device.sm_count
@@ -381,42 +464,42 @@ def serves(x, weight, group_size, pairs, out, device):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, epilogue, sm_count):
-    """rows, columns > 0."""
+def plan(rows, columns, dtype, group_size, epilogue, sm_count):
+    """rows, columns > 0; group_size as ``matmul_wgmma_int8_kernel``."""
     tile_m = BOX * CONSUMERS
-    if tiles(rows, columns, *IN_TURN[:2]) >= TILES_IN_TURN * sm_count:
-        return plan_of(rows, columns, (dtype, *IN_TURN, True, epilogue), sm_count)
+    if not group_size and tiles(rows, columns, *IN_TURN[:2]) >= TILES_IN_TURN * sm_count:
+        return plan_of(rows, columns, (dtype, 0, *IN_TURN, True, epilogue), sm_count)
 
     def time(width):
         """Of all turns of a multiprocessor, in products; a tile costs its own and some more: it begins and it ends."""
         return -(-tiles(rows, columns, tile_m, width) // sm_count) * (width + TILE_OVERHEAD)
 
-    tile_n = min(WIDTHS, key=time)
+    tile_n = min((w for w in WIDTHS if not group_size or w <= WIDEST_OF_GROUPS), key=time)
     stages = 8
     while shared_bytes("dense", tile_m, tile_n, stages) > SHARED_BYTES:
         stages -= 1
-    return plan_of(rows, columns, (dtype, tile_m, tile_n, stages, False, epilogue), sm_count)
+    return plan_of(rows, columns, (dtype, group_size, tile_m, tile_n, stages, False, epilogue), sm_count)
 
 
 def plan_of(rows, columns, constants, sm_count):
     """The Plan of given constants."""
-    _, tile_m, tile_n, stages, _, _ = constants
+    _, _, tile_m, tile_n, stages, _, _ = constants
     grid = (min(tiles(rows, columns, tile_m, tile_n), sm_count), 1, 1)
     return Plan(
         matmul_wgmma_int8_kernel, constants, grid, (THREADS, 1, 1), shared_bytes("dense", tile_m, tile_n, stages)
     )
 
 
-def run(x, x_scales, weight, scales, bias, residual, epilogue, out, device, stream):
+def run(x, x_scales, weight, scales, group_size, bias, residual, epilogue, out, device, stream):
     """As ``int8_matmul.run_int8``, for calls that this kernel ``serves``; weight and scales apart."""
     rows, columns = out.shape
-    chosen = plan(rows, columns, out.dtype, epilogue, device.sm_count)
+    chosen = plan(rows, columns, out.dtype, group_size, epilogue, device.sm_count)
     launch(chosen, arguments(chosen, x, x_scales, weight, scales, bias, residual, out, device), device, stream)
 
 
 def arguments(chosen, x, x_scales, weight, scales, bias, residual, out, device, band_rows=BAND_ROWS):
     """What the kernel of a Plan is launched with."""
-    _, tile_m, tile_n, _, _, _ = chosen.constants
+    _, _, tile_m, tile_n, _, _, _ = chosen.constants
     return (
         tensor_map(x, (tile_m, STEP), device=device),
         tensor_map(weight, (tile_n, STEP), device=device),
