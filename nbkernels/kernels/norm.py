@@ -173,6 +173,7 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
     width = vector_width(dtype)
     whole, inside = access.whole, access.inside
     row_max = row_max_nan(threads, cluster)
+    by_chunks = walk == "wide"  # a chunk is inside or outside as a whole
     scratch_size = SCRATCH * cluster
 
     @cuda.jit(device=True, inline="always")
@@ -181,9 +182,15 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
         top = float32(0.0)
         for c in range(chunks):
             normalise(held, c, values, weight, bias, start, thread, columns, statistics)
-            for j in range(width):
-                if whole(c, columns) or inside(c * width + j, thread, columns):
-                    top = ptx.fmax_nan(top, abs(values[j]))
+            if by_chunks:
+                part = float32(0.0)
+                for j in range(width):
+                    part = ptx.fmax_nan(part, abs(values[j]))
+                top = ptx.fmax_nan(top, part if inside(c * width, thread, columns) else float32(0.0))
+            else:
+                for j in range(width):
+                    if whole(c, columns) or inside(c * width + j, thread, columns):
+                        top = ptx.fmax_nan(top, abs(values[j]))
         return top
 
     @cuda.jit(device=True, inline="always")

@@ -217,7 +217,11 @@ def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clus
     """
     options = (weight_dtype, has_residual, quantised)
     arrays = 2 if has_residual else 1
-    return plan_rows(rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters)
+    # quantised values beside two arrays' words are more than the 64 registers of 1024 threads
+    spare = 1 if quantised and has_residual else 0
+    return plan_rows(
+        rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters, spare=spare
+    )
 
 
 def cost(rows, columns, dtype, *, residual=False, parameter_bytes=0, quantised=False):
