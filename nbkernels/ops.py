@@ -655,8 +655,64 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
 # ---- attention ---------------------------------------------------------------------------------------------------------------
 
 
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole tiles of keys a page, whole pages a split
+
+
+def _check_pages(call, k_name, v_name, dtype, batch, kv_heads, head_dim):
+    """Caches or page pools, the table, and the scales of int8 ones, as ``call`` has them under these names.
+
+    Returns how many tokens a sequence may have.
+    """
+    k, v, table = getattr(call, k_name), getattr(call, v_name), call.block_table
+    axes = ("batch", "capacity") if table is None else ("pages", "page_size")
+    _check_axes(k_name, k, (*axes, "kv_heads", "head_dim"))
+    _check_shape(k_name, k, (batch if table is None else k.shape[0], k.shape[1], kv_heads, head_dim))
+    _check_shape(v_name, v, k.shape)
+    capacity = k.shape[1]
+    if table is not None:
+        _check_dtype(np.int32, block_table=table)
+        _check_axes("block_table", table, ("batch", "max_pages"))
+        _check_shape("block_table", table, (batch, table.shape[1]))
+        if k.shape[1] not in PAGE_SIZES:
+            raise ValueError(f"{k_name}: page_size {k.shape[1]}, wanted one of {', '.join(map(str, PAGE_SIZES))}")
+        capacity *= table.shape[1]
+        if capacity > 2**31 - 1:
+            raise ValueError(
+                f"block_table: {table.shape[1]} pages of {k.shape[1]} tokens, wanted at most 2^31 - 1 tokens"
+            )
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.dtype != dtype and x.dtype != np.int8:
+            raise TypeError(f"{name}: {x.dtype}, wanted {dtype} as q, or int8")
+    _check_dtype(k.dtype, **{v_name: v})
+    for name, scales in (("k_scales", call.k_scales), ("v_scales", call.v_scales)):
+        if (scales is not None) != (k.dtype == np.int8):
+            wanted = "an array beside int8 caches" if scales is None else f"None beside caches of {k.dtype}"
+            raise TypeError(f"{name}: {'None' if scales is None else 'an array'}, wanted {wanted}")
+        _check_dtype(np.float32, **{name: scales})
+        _check_shape(name, scales, k.shape[:3])
+    return capacity
+
+
 @replayed
-def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, stream=None):
+def rotary_append(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    positions,
+    k_cache,
+    v_cache,
+    *,
+    block_table=None,
+    k_scales=None,
+    v_scales=None,
+    q_norm=None,
+    k_norm=None,
+    eps=1e-6,
+    out=None,
+    stream=None,
+):
     """Rotary embedding of q and k, and k and v written into the cache, in one pass. Returns the rotated q; out may be q.
 
     q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] (all may be views of one fused array);
@@ -664,12 +720,20 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     i + rotary_dim / 2 and what lies past rotary_dim is left as it is; positions int32 [batch]: where each sequence's first
     token stands; k_cache, v_cache [batch, capacity, kv_heads, head_dim]: token t goes to positions[b] + t. A position outside
     of the cache or the table writes nothing on the device, and raises ValueError on the CPU.
+
+    block_table int32 [batch, max_pages]: the caches are pools [pages, page_size, kv_heads, head_dim], page_size a power of two from
+    16 to 256, and position p of sequence b is row p mod page_size of page block_table[b, p / page_size]. A page outside of the
+    pool is treated as such a position, save that q is rotated on the device. k_scales, v_scales float32 [batch, capacity,
+    kv_heads] or [pages, page_size, kv_heads] (any strides): the caches are int8, of max |.| / 127 a token and head, rounded as
+    ``quantize_int8`` does. q_norm, k_norm [head_dim] (q's dtype or float32): q and k are normalised head by head first,
+    x / sqrt(mean(x²) + eps) · norm.
     """
     call = _Call(
-        stream, ("out",),
-        q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache, out=out,
+        stream, ("block_table", "k_scales", "v_scales", "q_norm", "k_norm", "out"),
+        q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache,
+        block_table=block_table, k_scales=k_scales, v_scales=v_scales, q_norm=q_norm, k_norm=k_norm, out=out,
     )  # fmt: skip
-    dtype = _check_float(q=call.q, k=call.k, v=call.v, k_cache=call.k_cache, v_cache=call.v_cache)
+    dtype = _check_float(q=call.q, k=call.k, v=call.v)
     _check_dtype(np.float32, cos=call.cos, sin=call.sin)
     _check_dtype(np.int32, positions=call.positions)
     _check_axes("q", call.q, ("batch", "tokens", "heads", "head_dim"))
@@ -683,33 +747,39 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     if 2 * call.cos.shape[1] > head_dim:
         raise ValueError(f"cos: shape {tuple(call.cos.shape)}, wanted at most head_dim / 2 = {head_dim // 2} columns")
     _check_shape("positions", call.positions, (batch,))
-    _check_axes("k_cache", call.k_cache, ("batch", "capacity", "kv_heads", "head_dim"))
-    _check_shape("k_cache", call.k_cache, (batch, call.k_cache.shape[1], kv_heads, head_dim))
-    _check_shape("v_cache", call.v_cache, call.k_cache.shape)
+    _check_pages(call, "k_cache", "v_cache", dtype, batch, kv_heads, head_dim)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(call, name)
+        if norm is not None and norm.dtype != dtype and norm.dtype != np.float32:
+            raise TypeError(f"{name}: {norm.dtype}, wanted {dtype} as q, or float32")
+        _check_shape(name, norm, (head_dim,))
+    if call.q_norm is not None and call.k_norm is not None:
+        _check_dtype(call.q_norm.dtype, k_norm=call.k_norm)
+    _check_number("eps", eps, least=0)
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
-        _check_writable(k_cache=call.k_cache, v_cache=call.v_cache)
+        _check_writable(k_cache=call.k_cache, v_cache=call.v_cache, k_scales=call.k_scales, v_scales=call.v_scales)
         value = reference.rotary_append(
-            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache
-        )
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache,
+            block_table=call.block_table, k_scales=call.k_scales, v_scales=call.v_scales,
+            q_norm=call.q_norm, k_norm=call.k_norm, eps=eps,
+        )  # fmt: skip
         return _finish_host(value, q, out)
     _check_contiguous_last(
         q=call.q, k=call.k, v=call.v, cos=call.cos, sin=call.sin, positions=call.positions,
-        k_cache=call.k_cache, v_cache=call.v_cache, out=call.out,
+        k_cache=call.k_cache, v_cache=call.v_cache, block_table=call.block_table,
+        q_norm=call.q_norm, k_norm=call.k_norm, out=call.out,
     )  # fmt: skip
     if call.copied:
         raise TypeError("k_cache: host arrays are not written through a GPU; pass device arrays")
-    _check_no_jax(k_cache=k_cache, v_cache=v_cache)
+    _check_no_jax(k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales)
     y = call.result(call.q.shape, dtype, out)
-    _check_overlap(
-        call.out,
-        same=[("q", call.q)],
-        other=[("k", call.k), ("v", call.v), ("k_cache", call.k_cache), ("v_cache", call.v_cache)],
-    )
+    others = ("k", "v", "k_cache", "v_cache", "k_scales", "v_scales")
+    _check_overlap(call.out, same=[("q", call.q)], other=[(name, getattr(call, name)) for name in others])
     if y.size or call.k.size:
         _kernels("rotary").run(
-            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache, y,
-            call.device, call.stream,
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache,
+            call.block_table, call.k_scales, call.v_scales, call.q_norm, call.k_norm, eps, y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 
