@@ -784,6 +784,19 @@ def rotary_append(
     return call.hand_out(y, call.returned)
 
 
+def _check_attention(heads, kv_heads, head_dim, scale, window, k_name):
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of {k_name}")
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"q: head_dim {head_dim}, wanted 1 to 256")
+    if scale is not None:
+        _check_number("scale", scale)
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
+            raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
+        _check_number("window", window, least=1)
+
+
 @replayed
 def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None, out=None, stream=None):
     """softmax(scale · q kᵀ, masked) v, head by head. Returns q's shape and dtype.
@@ -801,16 +814,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
     kv_len, kv_heads = call.k.shape[1:3]
     _check_shape("k", call.k, (batch, kv_len, kv_heads, head_dim))
     _check_shape("v", call.v, call.k.shape)
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of k")
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"q: head_dim {head_dim}, wanted 1 to 256")
-    if scale is not None:
-        _check_number("scale", scale)
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
-            raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
-        _check_number("window", window, least=1)
+    _check_attention(heads, kv_heads, head_dim, scale, window, "k")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
@@ -826,6 +830,70 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
         _kernels("attention").run(
             call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
             None if window is None else int(window), call.kv_lengths, y, call.device, call.stream,
+        )  # fmt: skip
+    return call.hand_out(y, call.returned)
+
+
+@replayed
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    kv_lengths,
+    *,
+    k_scales=None,
+    v_scales=None,
+    causal=True,
+    scale=None,
+    window=None,
+    out=None,
+    stream=None,
+):
+    """``attention`` over a paged KV cache. Returns q's shape and dtype.
+
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], page_size a power of two from 16 to
+    256; block_table int32 [batch, max_pages]; kv_lengths int32 [batch]: token p of sequence b is row p mod page_size of page
+    block_table[b, p / page_size], for p below kv_lengths[b]. int8 pages have k_scales, v_scales float32 [pages, page_size,
+    kv_heads] (any strides). The rest as ``attention``; causal is the default here. Of pages outside of the pool the CPU raises
+    ValueError, and the device reads others in their place. What a sequence gives depends neither on its batch, nor on which
+    pages it has, nor on the pool.
+    """
+    call = _Call(
+        stream, ("k_scales", "v_scales", "out"),
+        q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, kv_lengths=kv_lengths,
+        k_scales=k_scales, v_scales=v_scales, out=out,
+    )  # fmt: skip
+    dtype = _check_float(q=call.q)
+    _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
+    _check_axes("k_pages", call.k_pages, ("pages", "page_size", "kv_heads", "head_dim"))
+    batch, _, heads, head_dim = call.q.shape
+    kv_heads = call.k_pages.shape[2]
+    capacity = _check_pages(call, "k_pages", "v_pages", dtype, batch, kv_heads, head_dim)
+    _check_attention(heads, kv_heads, head_dim, scale, window, "k_pages")
+    _check_dtype(np.int32, kv_lengths=call.kv_lengths)
+    _check_shape("kv_lengths", call.kv_lengths, (batch,))
+    if call.on_host:
+        _check_out(call, call.q.shape, dtype)
+        value = reference.paged_attention(
+            call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths,
+            k_scales=call.k_scales, v_scales=call.v_scales, causal=causal, scale=scale, window=window,
+        )  # fmt: skip
+        return _finish_host(value, q, out)
+    _check_contiguous_last(
+        q=call.q, k_pages=call.k_pages, v_pages=call.v_pages, block_table=call.block_table, kv_lengths=call.kv_lengths,
+        out=call.out,
+    )  # fmt: skip
+    y = call.result(call.q.shape, dtype, out)
+    others = ("q", "k_pages", "v_pages", "k_scales", "v_scales")
+    _check_overlap(call.out, other=[(name, getattr(call, name)) for name in others])
+    if y.size and not (capacity and call.k_pages.shape[0]):
+        raise ValueError(f"block_table: {capacity} tokens in a pool of {call.k_pages.shape[0]} pages, wanted one page at least")
+    if y.size:
+        _kernels("pages").run(
+            call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths, call.k_scales, call.v_scales,
+            bool(causal), head_dim**-0.5 if scale is None else float(scale),
+            None if window is None else int(window), y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 

@@ -266,6 +266,31 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
     return out
 
 
+def paged_attention(
+    q, k_pages, v_pages, block_table, kv_lengths, *,
+    k_scales=None, v_scales=None, causal=True, scale=None, window=None,
+):  # fmt: skip
+    """``attention`` over the first kv_lengths[b] tokens in the pages that block_table [batch, max_pages] names.
+
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], float or int8 times k_scales, v_scales
+    [pages, page_size, kv_heads].
+    """
+    out = np.empty(q.shape, q.dtype)
+    capacity = block_table.shape[1] * k_pages.shape[1]
+    for b, (table, length) in enumerate(zip(block_table, kv_lengths.tolist(), strict=True)):
+        kv = []
+        for pages, scales in ((k_pages, k_scales), (v_pages, v_scales)):
+            rows, index = _pages(pages, table, 0, min(max(length, 0), capacity))
+            values = rows[index]
+            if scales is not None:
+                rows, index = _pages(scales, table, 0, len(values))
+                values = values.astype(_work(q).dtype) * rows[index][..., None]
+            kv.append(values[None])
+        one = slice(b, b + 1)
+        out[one] = attention(q[one], *kv, causal=causal, scale=scale, window=window)
+    return out
+
+
 def advance(lengths, tokens):
     """lengths += tokens, in place. lengths int32 [batch]."""
     lengths += np.int32(tokens)

@@ -12,7 +12,7 @@ constant is taken off:
 from functools import cache
 
 import numpy as np
-from numba import cuda, uint32
+from numba import cuda, float32, uint32
 
 from nbkernels import ptx
 
@@ -88,3 +88,28 @@ def _f16x2_from_int8x2(word):
 def pair_from_int8x2(dtype):
     """widen(word): the two lower signed bytes -> a word of two float16 or bfloat16."""
     return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
+
+
+@cache
+def load_int8(width):
+    """load(pointer, index) -> ``width`` (1, 4 or 8) consecutive int8 as float32; the address is divisible by width."""
+    if width == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            return (float32(pointer[index]),)
+
+    elif width == 4:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            return floats_from_int8x4(ptx.ld_global_nc(ptx.address(pointer, index)))
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            w = ptx.ld_global_stream_v2(ptx.address(pointer, index))
+            return floats_from_int8x4(w[0]) + floats_from_int8x4(w[1])
+
+    return load
