@@ -194,7 +194,11 @@ def run(
     q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales, causal, scale, window, out, device, stream
 ):  # fmt: skip
     """See ``nbkernels.paged_attention``; all arrays are DeviceArrays, the scales may be None."""
-    batch = q.shape[0]
+    batch, q_len = q.shape[:2]
+    if q_len <= attention.FEW_TOKENS:
+        pages = (block_table, k_scales, v_scales)
+        decode.run(q, k_pages, v_pages, causal, scale, window, kv_lengths, out, device, stream, pages)
+        return
     _, page_size, kv_heads, head_dim = k_pages.shape
     sequence_bytes = 2 * block_table.shape[1] * page_size * kv_heads * head_dim * q.dtype.itemsize
     part = max(1, SCRATCH_BYTES // sequence_bytes)

@@ -45,6 +45,7 @@ announce = None
 def kernel(*, launch_bounds, fastmath=False, cluster=1):
     """Mark a function as a kernel. Its annotations are its parameter types: ``def f(x: pointer(dtype), rows: uint32)``.
 
+    One annotated None is absent from this variant of the kernel: the launch does not give it, and the code must not use it.
     launch_bounds: threads a block, or (threads, blocks a multiprocessor). fastmath: contract and approximate float32
     operations (division, square root); denormals become zero. cluster: how many blocks along x reach each other's shared memory
     (see ``ptx.cluster``); more than one only from sm_90 on, and the grid's x is a multiple of it.
@@ -125,7 +126,7 @@ def _lower(factory, constants):
         with compiler.global_compiler_lock, _lines_of_inlined_functions():
             library, _ = compiler._compile_pyfunc_with_fixup(
                 source.function,
-                types.void(*source.parameters),
+                types.void(*(types.Omitted(None) if p is None else p for p in source.parameters)),
                 device=False,
                 abi="numba",
                 fastmath=source.fastmath,
@@ -137,7 +138,8 @@ def _lower(factory, constants):
     finally:
         if collecting:
             gc.enable()
-    maps = [number for number, parameter in enumerate(source.parameters) if str(parameter) == "tensor_map"]
+    present = [parameter for parameter in source.parameters if parameter is not None]
+    maps = [number for number, parameter in enumerate(present) if str(parameter) == "tensor_map"]
     return {
         "name": source.function.__name__,
         "fastmath": source.fastmath,
