@@ -282,11 +282,12 @@ def decode_kernel(
                     for w in range(width):
                         query[r * elements + c * width + w] = values[w] * scale_log2
 
-        k_at = kv_head * k_head
-        v_at = kv_head * v_head
-        if not paged:
-            k_at = batch * k_batch + k_at
-            v_at = batch * v_batch + v_at
+        if paged:
+            k_at = kv_head * k_head
+            v_at = kv_head * v_head
+        else:
+            k_at = batch * k_batch + kv_head * k_head
+            v_at = batch * v_batch + kv_head * v_head
         start = begin
         while start < end:
             for u in range(unroll):
@@ -438,6 +439,7 @@ def tensor_decode_kernel(
     q_words, k_words = strips * k_chunks * k_pairs, tiles * k_chunks * 8
     v_words = tiles * v_chunks * 4 * v_loaded
     sums, score_count, columns = strips * v_chunks * v_products * 4, tiles * strips * 4, strips * 2
+    pair_words = 0 if int8_pages else 4  # words of pairs of elements in 16 bytes
     factor_count = 2 * tiles if int8_pages else 1
     stored = "int8" if int8_pages else dtype
     widen = pairs_from_int8x4(dtype) if int8_pages else None
@@ -510,7 +512,10 @@ def tensor_decode_kernel(
                 inside = int64(min(int32(uint32(g + uint32(8 * half))), last_inside))
                 factors[2 * i + half] = ptx.ld_global_nc_f32(ptx.address(scales, tile + inside * stride))
 
-    @kernel(launch_bounds=THREADS)
+    # a few registers fewer than the assembler would take give it a third block a multiprocessor; elsewhere they would spill
+    fits_three = int8_pages and strips == 1 and k_chunks <= 2 and not relative
+
+    @kernel(launch_bounds=(THREADS, 3) if fits_three else THREADS)
     def tensor_decode(
         q: ptx.pointer(dtype),
         k: ptx.pointer(stored),
@@ -584,15 +589,15 @@ def tensor_decode_kernel(
         lane = ptx.lane_id()
         g = uint32(lane >> uint32(2))
         t = uint32(lane & uint32(3))
-        k_at = kv_head * k_head
-        v_at = kv_head * v_head
-        shift = uint32(0)
         if paged:
             shift = page_shift
             begin = int32(begin & int32(-TILE))  # a tile of keys lies in one page
+            k_at = kv_head * k_head
+            v_at = kv_head * v_head
         else:
-            k_at = batch * k_batch + k_at
-            v_at = batch * v_batch + v_at
+            shift = uint32(0)
+            k_at = batch * k_batch + kv_head * k_head
+            v_at = batch * v_batch + kv_head * v_head
         if int8_pages:
             k_scales_at = kv_head * k_scales_head
             v_scales_at = kv_head * v_scales_head
@@ -615,10 +620,13 @@ def tensor_decode_kernel(
                 for w in range(k_pairs):
                     query[(s * k_chunks + c) * k_pairs + w] = uint32(0)
                 if token < int64(q_len) and column < uint32(head_dim):
-                    for part in range(k_pairs // 4):
-                        loaded = ptx.ld_global_v4(ptx.address(q, at + int64(uint32(column + uint32(part * width)))))
+                    loaded = ptx.ld_global_v4(ptx.address(q, at + int64(column)))
+                    for w in range(4):
+                        query[(s * k_chunks + c) * k_pairs + w] = loaded[w]
+                    if k_piece > width:
+                        loaded = ptx.ld_global_v4(ptx.address(q, at + int64(column) + int64(width)))
                         for w in range(4):
-                            query[(s * k_chunks + c) * k_pairs + part * 4 + w] = loaded[w]
+                            query[(s * k_chunks + c) * k_pairs + 4 + w] = loaded[w]
         for n in range(columns):
             packed = uint32(uint32(tile * uint32(rows)) + uint32(n // 2 * STRIP + n % 2))
             token = int32(uint32(packed + uint32(t * uint32(2))) // group)
@@ -657,7 +665,7 @@ def tensor_decode_kernel(
                                     upper[0], lower[0], upper[1], lower[1],
                                     query[b + 2 * w], query[b + 2 * w + 1], x[0], x[1], x[2], x[3],
                                 )  # fmt: skip
-                        for w in range(0, 0 if int8_pages else 4, 2):
+                        for w in range(0, pair_words, 2):
                             x = product(
                                 keys[a + w], keys[a + w + 4], keys[a + w + 1], keys[a + w + 5],
                                 query[b + w], query[b + w + 1], x[0], x[1], x[2], x[3],
@@ -734,7 +742,7 @@ def tensor_decode_kernel(
                                 )  # fmt: skip
                                 for n in range(4):
                                     vector[o + n] = x[n]
-                        for j in range(0 if int8_pages else 4):
+                        for j in range(pair_words):
                             a = (i * v_chunks + c) * 16 + j
                             o = ((s * v_chunks + c) * 4 + j) * 4
                             x = product(
