@@ -721,9 +721,9 @@ def rotary_append(
     token stands; k_cache, v_cache [batch, capacity, kv_heads, head_dim]: token t goes to positions[b] + t. A position outside
     of the cache or the table writes nothing on the device, and raises ValueError on the CPU.
 
-    block_table int32 [batch, max_pages]: the caches are pools [pages, page_size, kv_heads, head_dim], page_size a power of two from
-    16 to 256, and position p of sequence b is row p mod page_size of page block_table[b, p / page_size]. A page outside of the
-    pool is treated as such a position, save that q is rotated on the device. k_scales, v_scales float32 [batch, capacity,
+    block_table int32 [batch, max_pages]: the caches are pools [pages, page_size, kv_heads, head_dim], page_size a power of two
+    from 16 to 256, and position p of sequence b is row p mod page_size of page block_table[b, p / page_size]. A page outside of
+    the pool is treated as such a position, save that q is rotated on the device. k_scales, v_scales float32 [batch, capacity,
     kv_heads] or [pages, page_size, kv_heads] (any strides): the caches are int8, of max |.| / 127 a token and head, rounded as
     ``quantize_int8`` does. q_norm, k_norm [head_dim] (q's dtype or float32): q and k are normalised head by head first,
     x / sqrt(mean(x²) + eps) · norm.
@@ -852,8 +852,8 @@ def paged_attention(
 ):
     """``attention`` over a paged KV cache. Returns q's shape and dtype.
 
-    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], page_size a power of two from 16 to
-    256; block_table int32 [batch, max_pages]; kv_lengths int32 [batch]: token p of sequence b is row p mod page_size of page
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], page_size a power of two from 16
+    to 256; block_table int32 [batch, max_pages]; kv_lengths int32 [batch]: token p of sequence b is row p mod page_size of page
     block_table[b, p / page_size], for p below kv_lengths[b]. int8 pages have k_scales, v_scales float32 [pages, page_size,
     kv_heads] (any strides). The rest as ``attention``; causal is the default here. Of pages outside of the pool the CPU raises
     ValueError, and the device reads others in their place. What a sequence gives depends neither on its batch, nor on which
@@ -888,7 +888,9 @@ def paged_attention(
     others = ("q", "k_pages", "v_pages", "k_scales", "v_scales")
     _check_overlap(call.out, other=[(name, getattr(call, name)) for name in others])
     if y.size and not (capacity and call.k_pages.shape[0]):
-        raise ValueError(f"block_table: {capacity} tokens in a pool of {call.k_pages.shape[0]} pages, wanted one page at least")
+        raise ValueError(
+            f"block_table: {capacity} tokens in a pool of {call.k_pages.shape[0]} pages, wanted one page at least"
+        )
     if y.size:
         _kernels("pages").run(
             call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths, call.k_scales, call.v_scales,

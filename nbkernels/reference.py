@@ -158,13 +158,13 @@ def _rotate(x, cos, sin, out):
 def _pages(cache, table, start, stop):
     """(rows, index): rows[index] are the tokens start to stop - 1 of a sequence, [tokens, kv_heads, …].
 
-    cache [pages, page_size, kv_heads, …]; table int32 [max_pages] of the sequence. Where its pages follow one another the index is
-    a slice, so that what is read is a view.
+    cache [pages, page_size, kv_heads, …]; table int32 [max_pages] of the sequence. Where its pages follow one another the index
+    is a slice, so that what is read is a view.
     """
     page_size = cache.shape[1]
     first, end = start // page_size, -(-stop // page_size)
     pages = table[first:end].tolist()
-    if pages and not (0 <= min(pages) and max(pages) < len(cache)):
+    if pages and (min(pages) < 0 or max(pages) >= len(cache)):
         raise ValueError(f"block_table: pages {min(pages)} to {max(pages)} of a pool of {len(cache)}")
     if pages == list(range(pages[0], pages[0] + end - first)) and cache.strides[0] == page_size * cache.strides[1]:
         begin = (pages[0] - first) * page_size + start
@@ -194,8 +194,8 @@ def rotary_append(
     q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim]; cos, sin [max_position, rotary_dim / 2];
     positions int32 [batch], of each sequence's first token; caches [batch, capacity, kv_heads, head_dim], written in place.
     Element i is paired with i + rotary_dim / 2; what lies past rotary_dim is left as it is. block_table int32 [batch, max_pages]:
-    caches are [pages, page_size, kv_heads, head_dim] (Kwon et al. 2023, PagedAttention). k_scales, v_scales [as the caches without
-    head_dim]: int8 caches. q_norm, k_norm [head_dim]: RMSNorm of each head before the rotation.
+    caches are [pages, page_size, kv_heads, head_dim] (Kwon et al. 2023, PagedAttention). k_scales, v_scales [as the caches
+    without head_dim]: int8 caches. q_norm, k_norm [head_dim]: RMSNorm of each head before the rotation.
     """
     tokens = q.shape[1]
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
@@ -272,8 +272,8 @@ def paged_attention(
 ):  # fmt: skip
     """``attention`` over the first kv_lengths[b] tokens in the pages that block_table [batch, max_pages] names.
 
-    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], float or int8 times k_scales, v_scales
-    [pages, page_size, kv_heads].
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], float or int8 times k_scales,
+    v_scales [pages, page_size, kv_heads].
     """
     out = np.empty(q.shape, q.dtype)
     capacity = block_table.shape[1] * k_pages.shape[1]

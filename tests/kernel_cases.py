@@ -319,7 +319,9 @@ def _heads(place, operation, table, out=None, wider=lambda x: x):
 
 
 def _heads_wanted():
-    found = _heads(lambda x: x, reference.rotary_append, np.array([[2, 0], [1, 3]], np.int32), wider=lambda x: wide(x)[0])
+    found = _heads(
+        lambda x: x, reference.rotary_append, np.array([[2, 0], [1, 3]], np.int32), wider=lambda x: wide(x)[0]
+    )
     for cached in found[1:]:
         cached[3] = 0  # the page that the kernel is not given
     return found

@@ -26,7 +26,7 @@ def make(pages=9, max_sequences=4, dtype=F32, layers=2, max_pages=4):
 
 
 def append(cache, sequences, tokens, first, dtype=F32):
-    """A step in which the t-th token of row b is the number first + b · tokens + t, in every layer and head (k) or less one (v)."""
+    """A step in which token t of row b is the number first + b · tokens + t (+ the layer), in every head; in v less one."""
     step = cache.begin(sequences, tokens)
     numbers = np.arange(first, first + len(sequences) * tokens, dtype=np.float32).reshape(len(sequences), tokens)
     k = np.broadcast_to(numbers[..., None, None], (*numbers.shape, KV_HEADS, HEAD_DIM))

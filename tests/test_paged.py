@@ -19,7 +19,8 @@ LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 33
 class Paged:
     """The keys and values of a batch in pages that nobody else has, in no order, with NaN in all that is not a token's.
 
-    k, v: float64 [batch, capacity, kv_heads, head_dim] as they are read, zeros behind the lengths. int8: quantised a token and head.
+    exact: k, v float64 [batch, capacity, kv_heads, head_dim] as they are read, zeros behind the lengths. int8: quantised a token
+    and head.
     """
 
     def __init__(self, lengths, kv_heads, head_dim, dtype, page_size=16, int8=False, order=0, spare=3, max_pages=None):
@@ -35,13 +36,17 @@ class Paged:
         self.pools, self.exact, scales = [], [], []
         for seed in (1, 2):
             # sequence by sequence, so that one is the same in any batch
-            rows = np.stack([random((4096, kv_heads, head_dim), F32, 10 * seed + int(n) % 7)[:capacity] for n in lengths])
+            rows = np.stack(
+                [random((4096, kv_heads, head_dim), F32, 10 * seed + int(n) % 7)[:capacity] for n in lengths]
+            )
             rows = rows.astype(dtype)
             if int8:
                 scale = np.abs(rows.astype(np.float32)).max(axis=-1) / np.float32(127)
                 rows = np.rint(rows.astype(np.float32) / scale[..., None]).astype(np.int8)
                 exact = rows.astype(np.float64) * scale[..., None]
-                scales.append(self._paged(np.where(inside[..., None], scale, np.float32(np.nan)), pool, page_size, np.nan))
+                scales.append(
+                    self._paged(np.where(inside[..., None], scale, np.float32(np.nan)), pool, page_size, np.nan)
+                )
             else:
                 exact = rows.astype(np.float64)
                 rows = np.where(inside[..., None, None], rows, np.array(np.nan, dtype))
@@ -80,7 +85,9 @@ def queries(batch, q_len, heads, head_dim, dtype):
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize("q_len", [1, 4, 20, 70])
-@pytest.mark.parametrize("dtype, int8", [(BF16, False), (F16, False), (F32, False), (BF16, True), (F16, True), (F32, True)])
+@pytest.mark.parametrize(
+    "dtype, int8", [(BF16, False), (F16, False), (F32, False), (BF16, True), (F16, True), (F32, True)]
+)
 def test_lengths(device, dtype, int8, q_len, page_size):
     paged = Paged(LENGTHS, 2, 64, dtype, page_size, int8)
     got = paged.check(queries(len(LENGTHS), q_len, 4, 64, dtype))
@@ -92,7 +99,18 @@ def test_lengths(device, dtype, int8, q_len, page_size):
 @pytest.mark.parametrize("q_len", [1, 12])
 @pytest.mark.parametrize(
     "dtype, head_dim",
-    [(BF16, 16), (BF16, 128), (F16, 72), (BF16, 80), (F16, 256), (F32, 16), (F32, 128), (BF16, 13), (F32, 7), (BF16, 96)],
+    [
+        (BF16, 16),
+        (BF16, 128),
+        (F16, 72),
+        (BF16, 80),
+        (F16, 256),
+        (F32, 16),
+        (F32, 128),
+        (BF16, 13),
+        (F32, 7),
+        (BF16, 96),
+    ],
 )
 def test_head_sizes(device, dtype, head_dim, q_len, int8):
     """By 16 bytes, by 8 where only those fit, and by single elements."""
@@ -131,7 +149,9 @@ def test_the_same_bits_alone_and_on_any_pages(device, dtype, q_len, int8):
     together = Paged(lengths, 2, 64, dtype, 16, int8).run(q)
     others = ({"order": 7}, {"max_pages": 40}, {"spare": 50}, {"page_size": 64})
     for other in others:
-        np.testing.assert_array_equal(Paged(lengths, 2, 64, dtype, **{"page_size": 16, "int8": int8, **other}).run(q), together)
+        np.testing.assert_array_equal(
+            Paged(lengths, 2, 64, dtype, **{"page_size": 16, "int8": int8, **other}).run(q), together
+        )
     for b, n in enumerate(lengths):
         alone = Paged([n], 2, 64, dtype, 16, int8, order=b).run(q[b : b + 1])
         np.testing.assert_array_equal(alone[0], together[b])
@@ -147,7 +167,9 @@ def test_small_and_large_values_in_int8(device, dtype, scale):
     got = paged.run(queries(2, 1, 4, 64, dtype))
     want = reference.attention(queries(2, 1, 4, 64, dtype).astype(np.float64), *paged.exact, kv_lengths=paged.lengths)
     # what float16 itself makes of results about 1e-4 is off by half of its last place, 3e-8
-    assert np.abs(got.astype(np.float64) - want).max() < BOUND[dtype] * np.abs(want).max() + (3.1e-8 if dtype == F16 else 0)
+    assert np.abs(got.astype(np.float64) - want).max() < BOUND[dtype] * np.abs(want).max() + (
+        3.1e-8 if dtype == F16 else 0
+    )
 
 
 @pytest.mark.parametrize("q_len", [1, 20])

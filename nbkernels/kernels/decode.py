@@ -172,7 +172,7 @@ def _row_in_page(key, page_shift):
 
 @cuda.jit(device=True, inline="always")
 def _page_of(block_table, table_at, page_shift, last_page, key):
-    """(page, row in it) of a key; table_at: where the sequence's row of the table begins. A page outside of the pool is its last."""
+    """(page, row in it) of a key; table_at: where the sequence's row of the table begins. A page that is none is the last one."""
     page = min(uint32(block_table[table_at + int64(key >> int32(page_shift))]), last_page)
     return int64(page), _row_in_page(key, page_shift)
 
@@ -417,8 +417,8 @@ def tensor_decode_kernel(
         V:     chunks of 64 elements; lane (g, t) loads elements 8g to 8g + 7 of keys 2t, 2t + 1, 2t + 8, 2t + 9, and the
                byte permute pairs those of two keys: element 8g + 2j is row g, and 8g + 2j + 1 row g + 8, of product j
 
-    int8: the same with 16 elements in the place of 8 (V of heads up to 64 elements: 8, by 8 bytes); where a pair of 16-bit elements
-    went into a product, two bytes are widened to one.
+    int8: the same with 16 elements in the place of 8 (V of heads up to 64 elements: 8, by 8 bytes); where a pair of 16-bit
+    elements went into a product, two bytes are widened to one.
     """
     product = ptx.mma_m16n8k16_bf16 if str(dtype) == "bfloat16" else ptx.mma_m16n8k16_f16
     _, pack = pair_conversions(dtype)
@@ -442,6 +442,7 @@ def tensor_decode_kernel(
     pair_words = 0 if int8_pages else 4  # words of pairs of elements in 16 bytes
     factor_count = 2 * tiles if int8_pages else 1
     stored = "int8" if int8_pages else dtype
+    load_values = ptx.ld_global_stream_v4 if v_loaded == 4 else ptx.ld_global_stream_v2
     widen = pairs_from_int8x4(dtype) if int8_pages else None
     # a float16 does not hold a weight times a small scale well: the scale is taken relative to the largest one so far
     relative = int8_pages and str(dtype) == "float16"
@@ -469,7 +470,9 @@ def tensor_decode_kernel(
                     row = at + int64(min(int32(key + inside), last_key)) * stride
                 for c in range(k_chunks):
                     column = uint32(uint32(c * 4 * k_piece) + uint32(t * uint32(k_piece)))
-                    loaded = ptx.ld_global_stream_v4(ptx.address(k, row + int64(min(column, uint32(head_dim - k_piece)))))
+                    loaded = ptx.ld_global_stream_v4(
+                        ptx.address(k, row + int64(min(column, uint32(head_dim - k_piece))))
+                    )
                     for w in range(4):
                         word = loaded[w]
                         if c * 4 * k_piece + 4 * k_piece > head_dim and column >= uint32(head_dim):
@@ -492,12 +495,11 @@ def tensor_decode_kernel(
                     row = at + int64(min(int32(key + inside), last_key)) * stride
                 for c in range(v_chunks):
                     # columns past the head give sums that nobody reads
-                    column = min(uint32(uint32(c * 8 * v_piece) + uint32(g * uint32(v_piece))), uint32(head_dim - v_piece))
+                    column = min(
+                        uint32(uint32(c * 8 * v_piece) + uint32(g * uint32(v_piece))), uint32(head_dim - v_piece)
+                    )
                     address = ptx.address(v, row + int64(column))
-                    if v_loaded == 4:
-                        loaded = ptx.ld_global_stream_v4(address)
-                    else:
-                        loaded = ptx.ld_global_stream_v2(address)
+                    loaded = load_values(address)
                     for w in range(v_loaded):
                         words[((i * v_chunks + c) * 4 + n) * v_loaded + w] = loaded[w]
 
@@ -576,7 +578,9 @@ def tensor_decode_kernel(
         my_page = uint32(0)  # of tile lane % 16 of the split; asked for first, since keys wait for it
         if paged:
             at_split = uint32(uint32(cuda.blockIdx.x) // row_tiles)
-            my_key = uint32(uint32(uint32(at_split % splits) * uint32(SPLIT)) + uint32(ptx.lane_id() % uint32(16)) * uint32(TILE))
+            my_key = uint32(
+                uint32(uint32(at_split % splits) * uint32(SPLIT)) + uint32(ptx.lane_id() % uint32(16)) * uint32(TILE)
+            )
             my_key = min(my_key, uint32(kv_len - int32(1)))
             table_at = int64(uint32(at_split // splits) // kv_heads) * table_stride + int64(my_key >> page_shift)
             my_page = min(ptx.ld_global(ptx.address(block_table, table_at)), last_page)
@@ -649,7 +653,16 @@ def tensor_decode_kernel(
                 )
                 if not ahead:
                     load_factors(
-                        k_factors, k_scales, k_scales_at, k_scales_page, k_scales_token, start, last_key, my_page, shift, g
+                        k_factors,
+                        k_scales,
+                        k_scales_at,
+                        k_scales_page,
+                        k_scales_token,
+                        start,
+                        last_key,
+                        my_page,
+                        shift,
+                        g,
                     )
             for i in range(tiles):
                 for s in range(strips):
@@ -686,7 +699,16 @@ def tensor_decode_kernel(
                 load_k(keys, k, k_at, k_batch, k_token, following, last_key, my_page, shift, g, t)
                 if int8_pages:
                     load_factors(
-                        k_factors, k_scales, k_scales_at, k_scales_page, k_scales_token, following, last_key, my_page, shift, g
+                        k_factors,
+                        k_scales,
+                        k_scales_at,
+                        k_scales_page,
+                        k_scales_token,
+                        following,
+                        last_key,
+                        my_page,
+                        shift,
+                        g,
                     )
 
             for n in range(columns):
@@ -914,7 +936,7 @@ def plan(
 
 
 def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize, kv_itemsize=None):
-    """K and V are read once, q and out pass once. kv_itemsize: of K and V where it is another; int8 has a scale a key and head."""
+    """K and V are read once, q and out pass once. kv_itemsize: of K and V where it is another; int8 has a scale a key, head."""
     keys = 2 * batch * kv_len * kv_heads
     key_bytes = head_dim * itemsize if kv_itemsize in (None, itemsize) else head_dim * kv_itemsize + 4
     queries = 2 * batch * q_len * heads * head_dim

@@ -21,7 +21,7 @@ from numba import cuda, int32, int64, uint32
 
 from nbkernels import ptx
 from nbkernels.kernels import attention, decode
-from nbkernels.kernels.elements import Cost, access, aligned, conversions, pair_conversions, vector_width
+from nbkernels.kernels.elements import Cost, aligned, conversions, pair_conversions, vector_width
 from nbkernels.kernels.int8 import load_int8
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
@@ -97,9 +97,7 @@ def gather_pages_kernel(dtype, head_dim, width, int8_pages):
         if count <= int32(0):
             return
         count = min(count, int32(TILE))
-        page = int64(
-            min(uint32(block_table[batch * table_stride + int64(start >> int32(page_shift))]), last_page)
-        )
+        page = int64(min(uint32(block_table[batch * table_stride + int64(start >> int32(page_shift))]), last_page))
         row = int64(start & int32((int32(1) << int32(page_shift)) - int32(1)))
         pages, scales, gathered = k_pages, k_scales, k
         at = page * k_page + row * k_token

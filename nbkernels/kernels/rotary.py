@@ -14,9 +14,9 @@ token is one load and one store a thread:
 A position outside the cache or the table writes nothing to the cache, and its row of q is zero. A thread reads both halves of its
 pairs before it writes either, so out may be q.
 
-In a paged cache, position p of a sequence is row p mod page_size of page block_table[b, p / page_size]. Where heads are normalised
-first (RMSNorm of each head of q and k, as in Qwen3) or the cache is int8 (a scale a token and head, max |.| / 127), a head's sum of
-squares and maximum are needed, so ``rotary_heads`` gives a head to a group of lanes that keep it in registers:
+In a paged cache, position p of a sequence is row p mod page_size of page block_table[b, p / page_size]. Where heads are
+normalised first (RMSNorm of each head of q and k, as in Qwen3) or the cache is int8 (a scale a token and head, max |.| / 127), a
+head's sum of squares and maximum are needed, so ``rotary_heads`` gives a head to a group of lanes that keep it in registers:
 
     token:  | q head 0 | q head 1 | … | k head 0 | … | v head 0 | …
              lanes 0-7   8-15       …                                    (head_dim 128, 16 bytes a chunk)

@@ -226,9 +226,7 @@ class LanguageModel:
             config = self.config
             dtype = self.transformer.dtype
             pages = -(-len(ids) // PAGE_SIZE)
-            cache = KVCache(
-                config.layers, config.kv_heads, config.head_dim, dtype, pages=pages, page_size=PAGE_SIZE
-            )
+            cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, pages=pages, page_size=PAGE_SIZE)
             placed = backend.place(np.asarray(ids, np.int32)[None])
             hidden = self.transformer.hidden(placed, cache, [cache.add()])
             return backend.fetch(self.transformer.logits(hidden[0])).astype(np.float32)

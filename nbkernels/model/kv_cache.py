@@ -26,7 +26,7 @@ class OutOfPages(RuntimeError):
 
 
 class LayerPages(NamedTuple):
-    """One layer's pools: k, v [pages, page_size, kv_heads, head_dim]; scales float32 [pages, page_size, kv_heads] of int8, or None."""
+    """One layer's pools: k, v [pages, page_size, kv_heads, head_dim]; scales of int8 [pages, page_size, kv_heads], or None."""
 
     k: object
     v: object
@@ -50,9 +50,9 @@ class Step(NamedTuple):
 class KVCache:
     """Keys and values of up to max_sequences sequences, in ``pages`` pages of page_size tokens (a power of two, 16 to 256).
 
-    dtype: of keys and values, or int8: then each has a float32 scale a token and head. max_pages_per_sequence: columns of the table
-    (default: as many as there are pages). A sequence is named by its row of the table. The arrays are made on the device in
-    force. TypeError or ValueError for wrong arguments and for sequences that are none.
+    dtype: of keys and values, or int8: then each has a float32 scale a token and head. max_pages_per_sequence: columns of the
+    table (default: as many as there are pages). A sequence is named by its row of the table. The arrays are made on the device
+    in force. TypeError or ValueError for wrong arguments and for sequences that are none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class KVCache:
         self.block_table = backend.zeros((max_sequences, max_pages), INT32)
         self.positions = backend.zeros((max_sequences,), INT32)
         self.lengths = backend.zeros((max_sequences,), INT32)
-        # the host's own: lengths, the table, each sequence's pages (None: no sequence), how many sequences have a page, free pages
+        # the host's own: lengths, the table, each sequence's pages (None: no sequence), how many have a page, and the free ones
         self._lengths = np.zeros(max_sequences, np.int32)
         self._table = np.full((max_sequences, max_pages), NO_PAGE, np.int32)
         self._pages = [None] * max_sequences
@@ -151,7 +151,7 @@ class KVCache:
         return sequence
 
     def fork(self, sequence):
-        """A new sequence with the same tokens. Pages are shared until one of those that share them writes. OutOfPages as ``add``."""
+        """A new sequence with the same tokens. Pages are shared until one that shares them writes there. OutOfPages as ``add``."""
         self._check(sequence)
         new = self.add()
         length = int(self._lengths[sequence])
