@@ -844,6 +844,7 @@ def paged_attention(
     *,
     k_scales=None,
     v_scales=None,
+    prefix=0,
     causal=True,
     scale=None,
     window=None,
@@ -855,7 +856,12 @@ def paged_attention(
     q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], page_size a power of two from 16
     to 256; block_table int32 [batch, max_pages]; kv_lengths int32 [batch]: token p of sequence b is row p mod page_size of page
     block_table[b, p / page_size], for p below kv_lengths[b]. int8 pages have k_scales, v_scales float32 [pages, page_size,
-    kv_heads] (any strides). The rest as ``attention``; causal is the default here. Of pages outside of the pool the CPU raises
+    kv_heads] (any strides). The rest as ``attention``; causal is the default here.
+
+    prefix: so many leading tokens lie in the same pages for all sequences, all of which are longer by q_len at least; a batch
+    of few query tokens then reads them once (all whole 256 of them), with the same result.
+
+    Of pages outside of the pool the CPU raises
     ValueError, and the device reads others in their place. What a sequence gives depends neither on its batch, nor on which
     pages it has, nor on the pool.
     """
@@ -870,11 +876,17 @@ def paged_attention(
     batch, _, heads, head_dim = call.q.shape
     kv_heads = call.k_pages.shape[2]
     capacity = _check_pages(call, "k_pages", "v_pages", dtype, batch, kv_heads, head_dim)
+    _check_integer("prefix", prefix)
+    if not 0 <= prefix <= capacity:
+        raise ValueError(f"prefix: {prefix}, wanted 0 to the {capacity} tokens of a sequence")
     _check_attention(heads, kv_heads, head_dim, scale, window, "k_pages")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
+        shared = call.block_table[:, : -(-prefix // call.k_pages.shape[1])]
+        if (shared != shared[:1]).any():
+            raise ValueError(f"prefix: {prefix} tokens, whose pages are not the same for all sequences")
         value = reference.paged_attention(
             call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths,
             k_scales=call.k_scales, v_scales=call.v_scales, causal=causal, scale=scale, window=window,
@@ -894,7 +906,7 @@ def paged_attention(
     if y.size:
         _kernels("pages").run(
             call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths, call.k_scales, call.v_scales,
-            bool(causal), head_dim**-0.5 if scale is None else float(scale),
+            int(prefix), bool(causal), head_dim**-0.5 if scale is None else float(scale),
             None if window is None else int(window), y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)

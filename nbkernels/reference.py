@@ -268,12 +268,12 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
 
 def paged_attention(
     q, k_pages, v_pages, block_table, kv_lengths, *,
-    k_scales=None, v_scales=None, causal=True, scale=None, window=None,
+    k_scales=None, v_scales=None, prefix=0, causal=True, scale=None, window=None,
 ):  # fmt: skip
     """``attention`` over the first kv_lengths[b] tokens in the pages that block_table [batch, max_pages] names.
 
     q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], float or int8 times k_scales,
-    v_scales [pages, page_size, kv_heads].
+    v_scales [pages, page_size, kv_heads]. prefix, tokens in common pages, changes nothing here.
     """
     out = np.empty(q.shape, q.dtype)
     capacity = block_table.shape[1] * k_pages.shape[1]

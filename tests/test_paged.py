@@ -255,3 +255,37 @@ def test_a_batch_is_gathered_in_parts(device, monkeypatch):
     want = paged.run(q)
     monkeypatch.setattr(pages, "SCRATCH_BYTES", 2 * 2 * 48 * 16 * 4)  # two sequences
     np.testing.assert_array_equal(paged.run(q), want)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("q_len", [1, 3, 20])
+@pytest.mark.parametrize("dtype, heads, head_dim", [(BF16, 8, 128), (F16, 16, 64), (F32, 4, 32)])
+def test_a_shared_prefix(device, dtype, heads, head_dim, q_len, int8):
+    """Two whole splits and some of a third are read once, with the same bits; what is packed fills several row tiles."""
+    page_size = 64
+    lengths = [2 * SPLIT + 40 + q_len, 3 * SPLIT + 5, 2 * SPLIT + 70, 2 * SPLIT + 41 + q_len, 4 * SPLIT]
+    prefix = 2 * SPLIT + 40
+    paged = Paged(lengths, 2, head_dim, dtype, page_size, int8)
+    common = prefix // page_size  # whole pages
+    paged.table[:, :common] = paged.table[:1, :common]
+    for exact in paged.exact:
+        exact[:, : common * page_size] = exact[:1, : common * page_size]
+    q = queries(len(lengths), q_len, heads, head_dim, dtype)
+    got = paged.check(q)
+    with_prefix = paged.run(q, prefix=common * page_size)
+    np.testing.assert_array_equal(with_prefix, got)
+    # query tokens that do not lie at one stride are each sequence's own
+    wide = to_device(np.concatenate([q, q], axis=1))[:, :q_len]
+    options = dict(zip(("k_scales", "v_scales"), map(to_device, paged.scales), strict=True)) if int8 else {}
+    arrays = map(to_device, (*paged.pools, paged.table, paged.lengths))
+    np.testing.assert_array_equal(
+        to_host(nbk.paged_attention(wide, *arrays, prefix=common * page_size, **options)), got
+    )
+
+
+def test_a_prefix_is_read_once():
+    """By the plan: the walks behind it have fewer splits, and that of the prefix as many rows a block as there are."""
+    walk, _, _, splits = decode.plan(16, 1, 8192, 32, 8, 128, BF16, 8, False, False, True, True, False, 16)
+    assert (walk.grid[0], splits) == (16 * 8 * 16, 32)
+    shared, tiles = decode.plan_prefix(16, 1, 32, 8, 128, BF16, 8, False, 16)
+    assert tiles == 16 * 4 // 16 and shared.grid[0] == 8 * tiles * 16

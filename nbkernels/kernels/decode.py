@@ -20,6 +20,12 @@ Both walk a paged cache too (``paged``; see ``kernels/pages.py``): k and v are p
 the 16 keys of a product lie in one of them. A warp has the numbers of a split's pages in its lanes before the first key is due.
 int8 pages (``int8_pages``) have a scale a token and head, which is a factor of the key's score, and of its weight where the
 weight meets the value: the products take the plain integers.
+
+Where all sequences share their first pages (``prefixed``), the query rows of the whole batch are packed over the prefix's splits,
+and each sequence's own walk begins behind them; the merge finds all splits in their places, so that the bits are the same:
+
+    prefix:      |  split 0  |  split 1  |    rows of every sequence, as if they were tokens of one
+    sequence b:                          |  split 2  | …
 """
 
 from functools import cache, lru_cache
@@ -76,7 +82,7 @@ def _sight(causal, windowed):
 
 
 @cache
-def _task(rows, causal, windowed, has_lengths):
+def _task(rows, causal, windowed, has_lengths, prefixed):
     """task(…) -> (batch, kv_head, tile, split, count, begin, end): a block's part, of which some row sees keys begin to end - 1.
 
     Neighbouring blocks are the row tiles of one split: where there are several, K and V come from L2 for all but one.
@@ -84,11 +90,13 @@ def _task(rows, causal, windowed, has_lengths):
     sight = _sight(causal, windowed)
 
     @cuda.jit(device=True, inline="always")
-    def task(kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window):
+    def task(kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split):
         block = uint32(cuda.blockIdx.x)
         tile = uint32(block % row_tiles)
         block = uint32(block // row_tiles)
         split = uint32(block % splits)
+        if prefixed:
+            split = uint32(split + first_split)
         block = uint32(block // splits)
         kv_head = int64(block % kv_heads)
         batch = int64(block // kv_heads)
@@ -178,7 +186,7 @@ def _page_of(block_table, table_at, page_shift, last_page, key):
 
 
 def decode_kernel(
-    dtype, head_dim, width, rows, causal, windowed, has_lengths, single, paged=False, int8_pages=False
+    dtype, head_dim, width, rows, causal, windowed, has_lengths, single, paged=False, int8_pages=False, prefixed=False
 ):  # fmt: skip
     """A split of a KV head for ``rows`` packed query rows; writes out where ``single``, else (max, sum, vector) a row and split.
 
@@ -187,7 +195,7 @@ def decode_kernel(
     load, _ = access(dtype, width)
     load_kv = load_int8(width) if int8_pages else load
     stored = "int8" if int8_pages else dtype
-    task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
+    task, sight = _task(rows, causal, windowed, has_lengths, prefixed), _sight(causal, windowed)
     leave = _leave(dtype, head_dim, rows, single)
     lanes, chunks = _layout(head_dim, width)
     elements = chunks * width  # a lane's share of a head
@@ -239,6 +247,8 @@ def decode_kernel(
         v_scales_page: int64 if int8_pages else None,
         v_scales_token: int64 if int8_pages else None,
         v_scales_head: int64 if int8_pages else None,
+        first_split: uint32 if prefixed else None,
+        all_splits: uint32 if prefixed else None,
     ):
         shared_max = cuda.shared.array((WARPS, rows), float32)
         shared_sum = cuda.shared.array((WARPS, rows), float32)
@@ -255,7 +265,7 @@ def decode_kernel(
         v_factors = cuda.local.array(unroll, float32)
 
         batch, kv_head, tile, split, count, begin, end = task(
-            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window
+            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split
         )
         if begin >= end and not single:
             return
@@ -398,14 +408,14 @@ def decode_kernel(
         cuda.syncthreads()
         leave(
             shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
-            q_len, kv_heads, group, splits, out_batch, out_token, out_head,
+            q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return decode
 
 
 def tensor_decode_kernel(
-    dtype, head_dim, strips, causal, windowed, has_lengths, single, paged=False, int8_pages=False
+    dtype, head_dim, strips, causal, windowed, has_lengths, single, paged=False, int8_pages=False, prefixed=False
 ):  # fmt: skip
     """As ``decode`` for 16-bit elements, STRIP · strips packed query rows a block, by products of 16 keys with 8 rows.
 
@@ -423,7 +433,7 @@ def tensor_decode_kernel(
     product = ptx.mma_m16n8k16_bf16 if str(dtype) == "bfloat16" else ptx.mma_m16n8k16_f16
     _, pack = pair_conversions(dtype)
     rows = STRIP * strips
-    task, sight = _task(rows, causal, windowed, has_lengths), _sight(causal, windowed)
+    task, sight = _task(rows, causal, windowed, has_lengths, prefixed), _sight(causal, windowed)
     leave = _leave(dtype, head_dim, rows, single)
     width = vector_width(dtype)
     k_piece = INT8_PIECE if int8_pages else width  # elements of 16 bytes of K
@@ -558,6 +568,8 @@ def tensor_decode_kernel(
         v_scales_page: int64 if int8_pages else None,
         v_scales_token: int64 if int8_pages else None,
         v_scales_head: int64 if int8_pages else None,
+        first_split: uint32 if prefixed else None,
+        all_splits: uint32 if prefixed else None,
     ):
         shared_max = cuda.shared.array((WARPS, rows), float32)
         shared_sum = cuda.shared.array((WARPS, rows), float32)
@@ -578,14 +590,17 @@ def tensor_decode_kernel(
         my_page = uint32(0)  # of tile lane % 16 of the split; asked for first, since keys wait for it
         if paged:
             at_split = uint32(uint32(cuda.blockIdx.x) // row_tiles)
+            my_split = uint32(at_split % splits)
+            if prefixed:
+                my_split = uint32(my_split + first_split)
             my_key = uint32(
-                uint32(uint32(at_split % splits) * uint32(SPLIT)) + uint32(ptx.lane_id() % uint32(16)) * uint32(TILE)
+                uint32(my_split * uint32(SPLIT)) + uint32(uint32(ptx.lane_id() % uint32(16)) * uint32(TILE))
             )
             my_key = min(my_key, uint32(kv_len - int32(1)))
             table_at = int64(uint32(at_split // splits) // kv_heads) * table_stride + int64(my_key >> page_shift)
             my_page = min(ptx.ld_global(ptx.address(block_table, table_at)), last_page)
         batch, kv_head, tile, split, count, begin, end = task(
-            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window
+            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split
         )
         if begin >= end and not single:
             return
@@ -796,7 +811,7 @@ def tensor_decode_kernel(
         cuda.syncthreads()
         leave(
             shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
-            q_len, kv_heads, group, splits, out_batch, out_token, out_head,
+            q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return tensor_decode
@@ -899,40 +914,62 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
     return merge
 
 
-@lru_cache(maxsize=4096)
-def plan(
-    batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths, paged=False, int8_pages=False
-):  # fmt: skip
-    """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
-    int8 pages at 16-byte addresses count as INT8_PIECE.
+def _walk(packed, head_dim, dtype, width, int8_pages, most_strips=MAX_STRIPS):
+    """(factory, its first constants, query rows a block) for so many packed rows.
 
     Rows a block: as many as the packed rows fill, up to what the registers hold: STRIP · strips of tensor_decode, where strips
     is a power of two and strips · head_dim at most STRIP_ELEMENTS, or a power of two up to MAX_ROWS of decode.
     """
+    if dtype.itemsize == 2 and width == (INT8_PIECE if int8_pages else vector_width(dtype)):
+        strips = 1
+        while 2 * strips * head_dim <= STRIP_ELEMENTS and strips * STRIP < packed and strips < most_strips:
+            strips *= 2
+        return tensor_decode_kernel, (dtype, head_dim, strips), strips * STRIP
+    rows = 1
+    while rows < min(packed, MAX_ROWS):
+        rows *= 2
+    return decode_kernel, (dtype, head_dim, width, rows), rows
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths,
+    paged=False, int8_pages=False, prefix_splits=0,
+):  # fmt: skip
+    """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
+
+    int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which it leaves to another.
+    """
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
     masks = (causal, windowed, has_lengths)
-    options = (splits == 1, paged, int8_pages)
-    if dtype.itemsize == 2 and width == (INT8_PIECE if int8_pages else vector_width(dtype)):
-        strips = 1
-        while 2 * strips * head_dim <= STRIP_ELEMENTS and strips * STRIP < packed and strips < MAX_STRIPS:
-            strips *= 2
-        rows = strips * STRIP
-        factory, constants = tensor_decode_kernel, (dtype, head_dim, strips, *masks, *options)
-    else:
-        rows = 1
-        while rows < min(packed, MAX_ROWS):
-            rows *= 2
-        factory, constants = decode_kernel, (dtype, head_dim, width, rows, *masks, *options)
+    factory, constants, rows = _walk(packed, head_dim, dtype, width, int8_pages)
     row_tiles = -(-packed // rows)
-    blocks, query_rows = batch * kv_heads * row_tiles * splits, batch * q_len * heads
+    blocks, query_rows = batch * kv_heads * row_tiles * (splits - prefix_splits), batch * q_len * heads
     if max(blocks, query_rows) > 2**31 - 1:
         raise ValueError(f"{batch} sequences of {kv_len} keys and {heads} heads need more than 2^31 - 1 blocks")
-    walk = Plan(factory, constants, (blocks, 1, 1), (THREADS, 1, 1))
+    options = (splits == 1, paged, int8_pages, prefix_splits > 0)
+    walk = Plan(factory, (*constants, *masks, *options), (blocks, 1, 1), (THREADS, 1, 1))
     if splits == 1:
         return walk, None, row_tiles, splits
     merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
     return walk, merge, row_tiles, splits
+
+
+@lru_cache(maxsize=4096)
+def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, int8_pages, prefix_splits):
+    """(walk over the splits of a prefix, row tiles): the query tokens of all sequences, which see all of it, as one sequence's."""
+    group = heads // kv_heads
+    # as many keys at a time as in a sequence's own walk, which has fewer rows: the same bits
+    _, own, rows = _walk(group * q_len, head_dim, dtype, width, int8_pages)
+    most_strips = MAX_STRIPS if rows > 2 * STRIP else 2
+    factory, constants, rows = _walk(group * q_len * batch, head_dim, dtype, width, int8_pages, most_strips)
+    row_tiles = -(-group * q_len * batch // rows)
+    blocks = kv_heads * row_tiles * prefix_splits
+    if blocks > 2**31 - 1:
+        raise ValueError(f"{batch} sequences and {heads} heads need more than 2^31 - 1 blocks")
+    options = (False, False, False, False, True, int8_pages, True)
+    return Plan(factory, (*constants, *options), (blocks, 1, 1), (THREADS, 1, 1)), row_tiles
 
 
 def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize, kv_itemsize=None):
@@ -960,22 +997,25 @@ def _load_width(q, k, v):
 def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream, pages=None):
     """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths may be None.
 
-    pages: None, or (block_table, k_scales, v_scales) of ``nbkernels.paged_attention``, the pools as k and v.
+    pages: None, or (block_table, k_scales, v_scales, prefix) of ``nbkernels.paged_attention``, the pools as k and v.
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    table, int8_pages = (), k.dtype != q.dtype
+    table, int8_pages, prefix_splits = (), k.dtype != q.dtype, 0
     if pages is not None:
-        block_table, k_scales, v_scales = pages
+        block_table, k_scales, v_scales, prefix = pages
         table = (block_table.pointer, block_table.strides[0], kv_len.bit_length() - 1, k.shape[0] - 1)
         if int8_pages:
             table += (k_scales.pointer, v_scales.pointer, *k_scales.strides, *v_scales.strides)
         kv_len *= block_table.shape[1]
+        # the prefix's walk takes sequences for tokens: they must lie at one stride; and where a window begins it begins otherwise
+        if batch > 1 and window is None and (q_len == 1 or q.strides[0] == q_len * q.strides[1]):
+            prefix_splits = min(prefix, kv_len - 1) // SPLIT
     width = _load_width(q, k, v)
     # a lone query stands at the end: no key is later
     causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
-    options = (pages is not None, int8_pages)
+    options = (pages is not None, int8_pages, prefix_splits)
     walk, merge, row_tiles, splits = plan(
         batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks, *options
     )
@@ -987,11 +1027,21 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream, pages=N
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     # a window beyond every key hides nothing, and must not overflow
     window = 0 if window is None else min(window, kv_len + q_len)
-    strides = (s for x in (q, k, v, out) for s in x.strides[:3])
+    strides = [s for x in (q, k, v, out) for s in x.strides[:3]]
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     partial = (0, 0) if merge is None else (vectors.pointer, weights.pointer)
-    sizes = (q_len, kv_len, kv_heads, heads // kv_heads, row_tiles, splits, window, float(scale * LOG2E))
-    launch(walk, (*pointers, *partial, *sizes, *strides, *table), device, stream)
+    group, scale_log2 = heads // kv_heads, float(scale * LOG2E)
+    places = ()
+    if prefix_splits:
+        shared, shared_tiles = plan_prefix(
+            batch, q_len, heads, kv_heads, head_dim, q.dtype, width, int8_pages, prefix_splits
+        )
+        as_tokens = (0, q.strides[0] // q_len, *strides[2:])
+        sizes = (batch * q_len, prefix_splits * SPLIT, kv_heads, group, shared_tiles, prefix_splits, 0, scale_log2)
+        launch(shared, (*pointers, *partial, *sizes, *as_tokens, *table, 0, splits), device, stream)
+        places = (prefix_splits, splits)
+    sizes = (q_len, kv_len, kv_heads, group, row_tiles, splits - prefix_splits, window, scale_log2)
+    launch(walk, (*pointers, *partial, *sizes, *strides, *table, *places), device, stream)
     if merge is not None:
         sizes = (q_len, kv_len, heads, splits, window)
         launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)

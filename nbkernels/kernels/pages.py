@@ -189,12 +189,12 @@ def _gather(k_pages, v_pages, k_scales, v_scales, block_table, kv_lengths, dtype
 
 
 def run(
-    q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales, causal, scale, window, out, device, stream
+    q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales, prefix, causal, scale, window, out, device, stream
 ):  # fmt: skip
     """See ``nbkernels.paged_attention``; all arrays are DeviceArrays, the scales may be None."""
     batch, q_len = q.shape[:2]
     if q_len <= attention.FEW_TOKENS:
-        pages = (block_table, k_scales, v_scales)
+        pages = (block_table, k_scales, v_scales, prefix)
         decode.run(q, k_pages, v_pages, causal, scale, window, kv_lengths, out, device, stream, pages)
         return
     _, page_size, kv_heads, head_dim = k_pages.shape
