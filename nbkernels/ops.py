@@ -784,7 +784,7 @@ def rotary_append(
     return call.hand_out(y, call.returned)
 
 
-def _check_attention(heads, kv_heads, head_dim, scale, window, k_name):
+def _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, sinks, k_name):
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of {k_name}")
     if not 1 <= head_dim <= 256:
@@ -795,18 +795,39 @@ def _check_attention(heads, kv_heads, head_dim, scale, window, k_name):
         if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
             raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
         _check_number("window", window, least=1)
+    if soft_cap is not None:
+        _check_number("soft_cap", soft_cap, positive=True)
+        if soft_cap > 1000:  # the kernels' tanh is off by a part of the cap
+            raise ValueError(f"soft_cap: {soft_cap}, wanted at most 1000")
+    _check_dtype(np.float32, sinks=sinks)
+    _check_shape("sinks", sinks, (heads,))
 
 
 @replayed
-def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None, out=None, stream=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    kv_lengths=None,
+    out=None,
+    stream=None,
+):
     """softmax(scale · q kᵀ, masked) v, head by head. Returns q's shape and dtype.
 
     q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim], heads a multiple of kv_heads (GQA);
     head_dim up to 256. kv_lengths int32 [batch]: how many keys each sequence has (default kv_len). With n keys, query i
     stands at position n - q_len + i: causal hides later keys; window (at least 1) keeps the last ``window`` keys up to and
-    with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim).
+    with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim). soft_cap, above 0 and
+    up to 1000: scores become soft_cap · tanh(score / soft_cap). sinks float32 [heads]: a score each that joins the softmax's
+    sum, and has no value.
     """
-    call = _Call(stream, ("kv_lengths", "out"), q=q, k=k, v=v, kv_lengths=kv_lengths, out=out)
+    call = _Call(stream, ("sinks", "kv_lengths", "out"), q=q, k=k, v=v, sinks=sinks, kv_lengths=kv_lengths, out=out)
     dtype = _check_float(q=call.q, k=call.k, v=call.v)
     _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
     _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
@@ -814,22 +835,24 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
     kv_len, kv_heads = call.k.shape[1:3]
     _check_shape("k", call.k, (batch, kv_len, kv_heads, head_dim))
     _check_shape("v", call.v, call.k.shape)
-    _check_attention(heads, kv_heads, head_dim, scale, window, "k")
+    _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, call.sinks, "k")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
         value = reference.attention(
-            call.q, call.k, call.v, causal=causal, scale=scale, window=window, kv_lengths=call.kv_lengths
-        )
+            call.q, call.k, call.v, causal=causal, scale=scale, window=window, soft_cap=soft_cap, sinks=call.sinks,
+            kv_lengths=call.kv_lengths,
+        )  # fmt: skip
         return _finish_host(value, q, out)
-    _check_contiguous_last(q=call.q, k=call.k, v=call.v, kv_lengths=call.kv_lengths, out=call.out)
+    _check_contiguous_last(q=call.q, k=call.k, v=call.v, sinks=call.sinks, kv_lengths=call.kv_lengths, out=call.out)
     y = call.result(call.q.shape, dtype, out)
     _check_overlap(call.out, other=[("q", call.q), ("k", call.k), ("v", call.v)])
     if y.size:
         _kernels("attention").run(
             call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
-            None if window is None else int(window), call.kv_lengths, y, call.device, call.stream,
+            None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks,
+            call.kv_lengths, y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 
@@ -848,6 +871,8 @@ def paged_attention(
     causal=True,
     scale=None,
     window=None,
+    soft_cap=None,
+    sinks=None,
     out=None,
     stream=None,
 ):
@@ -859,16 +884,15 @@ def paged_attention(
     kv_heads] (any strides). The rest as ``attention``; causal is the default here.
 
     prefix: so many leading tokens lie in the same pages for all sequences, all of which are longer by q_len at least; a batch
-    of few query tokens then reads them once (all whole 256 of them), with the same result.
+    of few query tokens then reads them once (as far as they are whole splits of 256), with the same bits.
 
-    Of pages outside of the pool the CPU raises
-    ValueError, and the device reads others in their place. What a sequence gives depends neither on its batch, nor on which
-    pages it has, nor on the pool.
+    Of pages outside of the pool the CPU raises ValueError, and the device reads others in their place. What a sequence gives
+    depends neither on its batch, nor on which pages it has, nor on the pool.
     """
     call = _Call(
-        stream, ("k_scales", "v_scales", "out"),
+        stream, ("k_scales", "v_scales", "sinks", "out"),
         q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, kv_lengths=kv_lengths,
-        k_scales=k_scales, v_scales=v_scales, out=out,
+        k_scales=k_scales, v_scales=v_scales, sinks=sinks, out=out,
     )  # fmt: skip
     dtype = _check_float(q=call.q)
     _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
@@ -879,7 +903,7 @@ def paged_attention(
     _check_integer("prefix", prefix)
     if not 0 <= prefix <= capacity:
         raise ValueError(f"prefix: {prefix}, wanted 0 to the {capacity} tokens of a sequence")
-    _check_attention(heads, kv_heads, head_dim, scale, window, "k_pages")
+    _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, call.sinks, "k_pages")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
@@ -890,14 +914,15 @@ def paged_attention(
         value = reference.paged_attention(
             call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths,
             k_scales=call.k_scales, v_scales=call.v_scales, causal=causal, scale=scale, window=window,
+            soft_cap=soft_cap, sinks=call.sinks,
         )  # fmt: skip
         return _finish_host(value, q, out)
     _check_contiguous_last(
         q=call.q, k_pages=call.k_pages, v_pages=call.v_pages, block_table=call.block_table, kv_lengths=call.kv_lengths,
-        out=call.out,
+        sinks=call.sinks, out=call.out,
     )  # fmt: skip
     y = call.result(call.q.shape, dtype, out)
-    others = ("q", "k_pages", "v_pages", "k_scales", "v_scales")
+    others = ("q", "k_pages", "v_pages", "k_scales", "v_scales", "sinks")
     _check_overlap(call.out, other=[(name, getattr(call, name)) for name in others])
     if y.size and not (capacity and call.k_pages.shape[0]):
         raise ValueError(
@@ -907,7 +932,8 @@ def paged_attention(
         _kernels("pages").run(
             call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths, call.k_scales, call.v_scales,
             int(prefix), bool(causal), head_dim**-0.5 if scale is None else float(scale),
-            None if window is None else int(window), y, call.device, call.stream,
+            None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks, y,
+            call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 

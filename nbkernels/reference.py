@@ -230,12 +230,13 @@ def _visible(q_len, n, causal, window):
     return (behind >= 0) & (behind < (n if window is None else window))
 
 
-def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None):
+def attention(q, k, v, *, causal=False, scale=None, window=None, soft_cap=None, sinks=None, kv_lengths=None):
     """softmax(scale · q kᵀ, masked) v, head by head; query heads share KV heads in groups (GQA, Ainslie et al. 2023).
 
     q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim]; kv_lengths int32 [batch] (default kv_len).
     With n keys, query i stands at position p = n - q_len + i: causal hides keys after p, window hides keys before
-    p - window + 1 and, being counted backwards, keys after p. A row that sees nothing is zero.
+    p - window + 1 and, being counted backwards, keys after p. A row that sees nothing is zero. soft_cap: a score becomes
+    soft_cap · tanh(score / soft_cap) (Gemma 2). sinks float32 [heads]: exp(sink) joins the sum of a row's weights (gpt-oss).
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
@@ -251,15 +252,21 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
         key = _work(k[b, :n]).transpose(1, 2, 0)  # [kv_heads, head_dim, n]
         value = _work(v[b, :n]).transpose(1, 0, 2)  # [kv_heads, n, head_dim]
         scores = (query @ key).reshape(kv_heads, -1, q_len, n)
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         visible = _visible(q_len, n, causal, window)
-        if visible is None:
-            weights = np.exp(scores - np.maximum.reduce(scores, axis=-1, keepdims=True))
-            weights /= np.add.reduce(weights, axis=-1, keepdims=True)
-        else:
-            seen = visible.any(axis=-1)[:, None]  # [q_len, 1]
+        if visible is not None:
             scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - np.where(seen, scores.max(axis=-1, keepdims=True), 0))
-            weights /= np.where(seen, weights.sum(axis=-1, keepdims=True), 1)
+        largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
+        if sinks is not None:
+            sink = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+            largest = np.maximum(largest, sink)
+        largest = np.where(largest == -np.inf, 0, largest)  # a row that sees nothing
+        weights = np.exp(scores - largest)
+        total = np.add.reduce(weights, axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sink - largest)
+        weights /= np.where(total == 0, 1, total)
         result = weights.reshape(kv_heads, -1, n) @ value  # [kv_heads, group·q_len, head_dim]
         result = result.reshape(kv_heads, -1, q_len, head_dim).transpose(2, 0, 1, 3)
         out[b] = result.reshape(q_len, heads, head_dim).astype(q.dtype, copy=False)
@@ -269,6 +276,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, kv_lengths=None
 def paged_attention(
     q, k_pages, v_pages, block_table, kv_lengths, *,
     k_scales=None, v_scales=None, prefix=0, causal=True, scale=None, window=None,
+    soft_cap=None, sinks=None,
 ):  # fmt: skip
     """``attention`` over the first kv_lengths[b] tokens in the pages that block_table [batch, max_pages] names.
 
@@ -287,7 +295,7 @@ def paged_attention(
                 values = values.astype(_work(q).dtype) * rows[index][..., None]
             kv.append(values[None])
         one = slice(b, b + 1)
-        out[one] = attention(q[one], *kv, causal=causal, scale=scale, window=window)
+        out[one] = attention(q[one], *kv, causal=causal, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     return out
 
 

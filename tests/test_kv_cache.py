@@ -163,6 +163,18 @@ class Machine(RuleBasedStateMachine):
         np.testing.assert_array_equal(self.cache.lengths, self.cache.positions)
 
     @invariant()
+    def prefix(self):
+        for others in ([0, 1], [1, 2, 3], [3, 0]):
+            if all(s in self.tokens for s in others):
+                common = self.cache.shared_prefix(others)
+                pages = [self.cache._pages[s][: common // PAGE_SIZE] for s in others]
+                assert common % PAGE_SIZE == 0 and all(p == pages[0] for p in pages)
+                assert common <= min(len(self.tokens[s]) for s in others)
+                at = common // PAGE_SIZE  # and not one page more
+                more = {self.cache._pages[s][at] if len(self.tokens[s]) >= common + PAGE_SIZE else -1 for s in others}
+                assert len(more) > 1 or -1 in more
+
+    @invariant()
     def pages(self):
         cache = self.cache
         owned = Counter(page for pages in cache._pages for page in pages or ())

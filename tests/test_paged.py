@@ -157,6 +157,20 @@ def test_the_same_bits_alone_and_on_any_pages(device, dtype, q_len, int8):
         np.testing.assert_array_equal(alone[0], together[b])
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("q_len", [1, 3, 20])
+@pytest.mark.parametrize("lengths", [[0, 1, 100], [5, SPLIT + 30, 17]])  # one split, and several that are merged
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_soft_cap_and_sinks(device, dtype, lengths, q_len, int8):
+    paged = Paged(lengths, 2, 64, dtype, 16, int8)
+    q = queries(3, q_len, 4, 64, dtype)
+    sinks = np.array([-1.0, 0.5, 3.0, 0.0], np.float32)
+    for options in ({"soft_cap": 5.0}, {"sinks": sinks}, {"soft_cap": 2.0, "sinks": sinks, "scale": 0.5}):
+        want = reference.attention(q.astype(np.float64), *paged.exact, kv_lengths=paged.lengths, causal=True, **options)
+        placed = {name: to_device(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+        assert relative_error(paged.run(q, **placed), want) < BOUND[dtype]
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_small_and_large_values_in_int8(device, dtype, scale):

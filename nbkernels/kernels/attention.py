@@ -24,6 +24,7 @@ from nbkernels import ptx
 from nbkernels.kernels import attention_wgmma, decode
 from nbkernels.kernels.attention_wgmma import NOTHING, SLACK
 from nbkernels.kernels.elements import Cost, aligned, conversions, pair_conversions, vector_width
+from nbkernels.kernels.scores import join_sink, score_factors, soft_cap_function
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 
@@ -33,7 +34,6 @@ STRIP = 16  # query rows of a tensor-core product
 THREADS = WARPS * ptx.WARP
 PIECE = 8  # 16-bit elements in 16 bytes
 PAD = PIECE  # elements behind each row in shared memory: an odd number of 16-byte pieces a row keeps ldmatrix off one bank
-LOG2E = np.log2(np.e)
 # stands for a scale of 0, times which a hidden score of -inf would be NaN
 NO_SCALE = float(np.finfo(np.float32).tiny)
 
@@ -106,10 +106,13 @@ def _copy_tile(dtype, head_dim, tile_rows, wide):
     return wide_copy if wide else narrow_copy
 
 
-def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, has_lengths):
+def attention_kernel(
+    dtype, head_dim, strips, wide, negative, causal, windowed, has_lengths, capped=False, has_sinks=False
+):
     """16-bit attention on the tensor cores. grid: batch · heads · query tiles, the last tile (the longest) first.
 
-    strips: of 16 query rows a warp. negative: the scale is below zero (the kernel gets its magnitude).
+    strips: of 16 query rows a warp. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its
+    sign already.
     """
     tile_n = tile_keys(head_dim)
     depth = _padded(head_dim)
@@ -130,6 +133,7 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
     update = ptx.mma_update(str(dtype))
     _, pack = pair_conversions(dtype)
     _, to_storage = conversions(dtype)
+    cap = soft_cap_function(exact=False)
     copy_q = _copy_tile(dtype, head_dim, tile_m, wide)
     copy_kv = _copy_tile(dtype, head_dim, tile_n, wide)
 
@@ -203,6 +207,8 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks else None,
     ):
         q_tile = ptx.shared_address(cuda.shared.array(0, uint16))
         k_ring = uint32(q_tile + uint32(q_bytes))  # two stages
@@ -282,6 +288,9 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
             if negative:
                 for i in range(score_count):
                     scores[i] = -scores[i]
+            if capped:
+                for i in range(score_count):
+                    scores[i] = cap(scores[i] * scale_log2, cap_log2)
 
             partly = following > end
             if causal:
@@ -313,7 +322,8 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
                         peak = ptx.fmax_nan(peak, scores[s + 4 * n + 1])
                     peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(1)))
                     peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(2)))
-                    peak *= scale_log2
+                    if not capped:
+                        peak *= scale_log2
                     old = largest[2 * m + h]
                     new = old
                     if not peak <= old + float32(SLACK):  # a NaN goes through
@@ -323,7 +333,10 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
                     part = float32(0.0)
                     for n in range(n_blocks):
                         for i in range(2):
-                            weight = ptx.ex2(ptx.fma(scores[s + 4 * n + i], scale_log2, -new))
+                            if capped:
+                                weight = ptx.ex2(scores[s + 4 * n + i] - new)
+                            else:
+                                weight = ptx.ex2(ptx.fma(scores[s + 4 * n + i], scale_log2, -new))
                             scores[s + 4 * n + i] = weight
                             part += weight
                     total[2 * m + h] = ptx.fma(total[2 * m + h], shrink[h], part)
@@ -347,9 +360,13 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
                 whole = total[2 * m + h]
                 whole += ptx.shfl_bfly(whole, uint32(1))
                 whole += ptx.shfl_bfly(whole, uint32(2))
+                if has_sinks:
+                    factor, whole = join_sink(largest[2 * m + h], whole, sinks[head])
                 inverse = float32(0.0)  # a row that saw nothing is zero
                 if whole != float32(0.0):
                     inverse = ptx.rcp(whole)
+                if has_sinks:
+                    inverse *= factor
                 inside = int32(my_row + int32(STRIP * m + 8 * h))
                 row = int32(warp_row + inside)
                 if wide:
@@ -384,7 +401,7 @@ def attention_kernel(dtype, head_dim, strips, wide, negative, causal, windowed, 
     return attention
 
 
-def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths):
+def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, capped=False, has_sinks=False):
     """float32 attention by fused multiply-adds. grid: batch · heads · query tiles, the last tile first.
 
     Eight neighbouring threads share ``rows`` query rows, 16 apart, and combine by shuffles; thread i of them owns keys i, i + 8,
@@ -396,6 +413,7 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths):
     chunks, quads = columns // 32, columns // 4
     row_sums, keys = 4 * chunks, tile_n // 8
     sum_count, score_count = rows * row_sums, rows * keys
+    cap = soft_cap_function(exact=True)
     weight_stride = tile_n + FLOAT_PAD
 
     @cuda.jit(device=True, inline="always")
@@ -447,6 +465,8 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths):
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks else None,
     ):
         q_tile = ptx.shared_address(cuda.shared.array(0, float32))
         kv_tile = uint32(q_tile + uint32(4 * tile_m * stride))
@@ -517,6 +537,8 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths):
                     if windowed:
                         hidden = hidden or column <= int32(position - window)
                     scores[keys * r + i] *= scale_log2
+                    if capped:
+                        scores[keys * r + i] = cap(scores[keys * r + i], cap_log2)
                     if hidden:
                         scores[keys * r + i] = float32(-np.inf)
                     new = ptx.fmax_nan(new, scores[keys * r + i])
@@ -561,9 +583,13 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths):
             for i in range(3):
                 whole += ptx.shfl_bfly(whole, uint32(1 << i))
             row = int32(first_row + int32(my_row) + int32(FLOAT_GROUPS * r))
+            if has_sinks:
+                factor, whole = join_sink(largest[r], whole, sinks[head])
             inverse = float32(0.0)  # a row that saw nothing is zero
             if whole != float32(0.0):
                 inverse = ptx.rcp(whole)
+            if has_sinks:
+                inverse *= factor
             if row < q_len:
                 to = int64(batch) * out_batch + int64(row) * out_token + int64(head) * out_head
                 for c in range(chunks):
@@ -582,7 +608,7 @@ def _float_columns(head_dim):
 
 @lru_cache(maxsize=4096)
 def plan(batch, q_len, heads, head_dim, dtype, wide, negative, masks, sm_count, shared_limit):
-    """(Plan, query tiles). masks: (causal, windowed, has_lengths); shared_limit: bytes a block may use.
+    """(Plan, query tiles). masks: (causal, windowed, has_lengths[, capped, has_sinks]); shared_limit: bytes a block may use.
 
     Shared memory: q's tile, two tiles of K, one of V; in float32 one of q, one of K or V and the weights.
     """
@@ -625,23 +651,26 @@ def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize, causal):
     return Cost(bytes=itemsize * elements, flops=flops // 2 if causal else flops)
 
 
-def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
-    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths may be None."""
+def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream):
+    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths and sinks may be None."""
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     if q_len <= FEW_TOKENS:
-        decode.run(q, k, v, causal, scale, window, kv_lengths, out, device, stream)
+        decode.run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream)
         return
     width = vector_width(q.dtype)
     wide = head_dim % width == 0 and all(aligned(x, width=width) for x in (q, k, v, out))
     masks = (causal or window is not None, window is not None, kv_lengths is not None)
-    scale_log2, negative = float(scale * LOG2E), False
-    if q.dtype != np.float32:
+    masks += (soft_cap is not None, sinks is not None)
+    scale_log2, cap = score_factors(scale, soft_cap)
+    extra = (*cap, *(() if sinks is None else (sinks.pointer,)))
+    negative = False
+    if q.dtype != np.float32 and soft_cap is None:
         negative, scale_log2 = scale_log2 < 0, max(abs(scale_log2), NO_SCALE)
     # a window beyond every key hides nothing, and must not overflow
     window = 0 if window is None else min(window, kv_len + q_len)
     if attention_wgmma.serves(q, k, v, out, device):
-        attention_wgmma.run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream)
+        attention_wgmma.run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, device, stream)
         return
     chosen, q_tiles = plan(
         batch, q_len, heads, head_dim, q.dtype, wide, negative, masks, device.sm_count, device.shared_bytes
@@ -650,4 +679,4 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream):
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     sizes = (q_len, kv_len, heads, heads // kv_heads, q_tiles, window, scale_log2)
     strides = (s for x in (q, k, v, out) for s in x.strides[:3])
-    launch(chosen, (*pointers, *sizes, *strides), device, stream)
+    launch(chosen, (*pointers, *sizes, *strides, *extra), device, stream)

@@ -22,6 +22,7 @@ from numba import cuda, float32, int32, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import pair_conversions
+from nbkernels.kernels.scores import join_sink, soft_cap_function
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 from nbkernels.launch.tensor_map import describes, tensor_map
@@ -118,13 +119,14 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths):
 
 
 def attention_wgmma_kernel(
-    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths
-):
+    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths,
+    capped=False, has_sinks=False,
+):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes every gridDim.x-th work item.
 
     tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
     of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
-    products one after another. negative: the scale is below zero (the kernel gets its magnitude).
+    products one after another. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its sign.
     """
     depth = -(-head_dim // 16) * 16
     columns = boxes(head_dim)
@@ -139,6 +141,7 @@ def attention_wgmma_kernel(
     hidden_score = np.inf if negative else -np.inf  # signs change after the mask
     name = str(dtype)
     _, pack = pair_conversions(dtype)
+    cap = soft_cap_function(exact=False)
     score_update = wgmma_update(name, tile_n)
     sum_update = wgmma_update(name, head_dim, a="registers", b_transposed=True)
     hold_scores, hold_sums, hold_words = hold(score_count), hold(sum_count), hold(word_count, "r")
@@ -220,6 +223,12 @@ def attention_wgmma_kernel(
         wgmma_commit()
 
     @cuda.jit(device=True, inline="always")
+    def cap_scores(scores, scale_log2, cap_log2):
+        if capped:
+            for i in range(score_count):
+                scores[i] = cap(scores[i] * scale_log2, cap_log2)
+
+    @cuda.jit(device=True, inline="always")
     def mask(scores, position, first_key, end, window):
         """Hide scores. position: of the lane's first row among the keys; first_key: the lane's first one of the tile."""
         for h in range(2):
@@ -253,7 +262,8 @@ def attention_wgmma_kernel(
             peak = ptx.fmax_nan(even, odd)
             peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(1)))
             peak = ptx.fmax_nan(peak, ptx.shfl_bfly(peak, uint32(2)))
-            peak *= scale_log2
+            if not capped:
+                peak *= scale_log2
             old = largest[h]
             new = old
             if not peak <= old + float32(SLACK):  # a NaN goes through
@@ -263,7 +273,10 @@ def attention_wgmma_kernel(
             even, odd = float32(0.0), float32(0.0)
             for n in range(n_blocks):
                 for i in range(2):
-                    scores[4 * n + 2 * h + i] = ptx.ex2(ptx.fma(scores[4 * n + 2 * h + i], scale_log2, -new))
+                    if capped:
+                        scores[4 * n + 2 * h + i] = ptx.ex2(scores[4 * n + 2 * h + i] - new)
+                    else:
+                        scores[4 * n + 2 * h + i] = ptx.ex2(ptx.fma(scores[4 * n + 2 * h + i], scale_log2, -new))
                 even += scores[4 * n + 2 * h]
                 odd += scores[4 * n + 2 * h + 1]
             total[h] = ptx.fma(total[h], shrink[h], even + odd)
@@ -309,6 +322,8 @@ def attention_wgmma_kernel(
         section: uint32,
         window: int32,
         scale_log2: float32,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks else None,
     ):
         t = uint32(cuda.threadIdx.x)
         # the warpgroup's number, in a form in which the compiler sees that a warp shares it
@@ -472,6 +487,7 @@ def attention_wgmma_kernel(
                     hold_scores(scores, 0)
                     if lane == uint32(0):
                         mbarrier_arrive(ring(base, k_free, number))
+                    cap_scores(scores, scale_log2, cap_log2)
                     mask(scores, int32(row + my_row), first_key, end, window)
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
@@ -499,6 +515,7 @@ def attention_wgmma_kernel(
                         hold_scores(scores, 0)
                         if lane == uint32(0):
                             mbarrier_arrive(ring(base, k_free, number))
+                        cap_scores(scores, scale_log2, cap_log2)
                         if tile >= plain_end or tile < plain_first:
                             mask(scores, int32(row + my_row), first_key, end, window)
                         softmax(scores, largest, total, shrink, scale_log2)
@@ -530,9 +547,13 @@ def attention_wgmma_kernel(
                     whole = total[h]
                     whole += ptx.shfl_bfly(whole, uint32(1))
                     whole += ptx.shfl_bfly(whole, uint32(2))
+                    if has_sinks:
+                        factor, whole = join_sink(largest[h], whole, sinks[head])
                     inverse = float32(0.0)  # a row that saw nothing is zero
                     if whole != float32(0.0):
                         inverse = ptx.rcp(whole)
+                    if has_sinks:
+                        inverse *= factor
                     inside = uint32(my_row + int32(8 * h))
                     at = uint32(q_rows + uint32(inside * uint32(BOX_ROW)) + uint32(my_key * int32(2)))
                     for n in range(d_blocks):
@@ -551,7 +572,7 @@ def attention_wgmma_kernel(
 
 
 def constants_for(dtype, head_dim, negative, masks):
-    """The kernel's constants. masks: (causal, windowed, has_lengths)."""
+    """The kernel's constants. masks: (causal, windowed, has_lengths[, capped, has_sinks])."""
     tile_n, stages, consumers, q_stages = next(TILES[most] for most in TILES if head_dim <= most)
     return (dtype, head_dim, tile_n, stages, consumers, q_stages, True, negative, *masks)
 
@@ -583,8 +604,11 @@ def serves(q, k, v, out, device):
     )
 
 
-def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, stream):
-    """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none."""
+def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, device, stream):
+    """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none.
+
+    extra: the arguments of a soft cap and of sinks.
+    """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     constants = constants_for(q.dtype, head_dim, negative, masks)
@@ -594,4 +618,4 @@ def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, device, s
     maps = [tensor_map(x, (1, rows, 1, BOX), device=device) for x, rows in boxes_of]
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     sizes = (q_len, kv_len, heads, batch * heads, heads // kv_heads, q_tiles, section, window, scale_log2)
-    launch(chosen, (*maps, lengths, *sizes), device, stream)
+    launch(chosen, (*maps, lengths, *sizes, *extra), device, stream)

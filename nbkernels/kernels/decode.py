@@ -1,6 +1,6 @@
 """Attention for few query tokens over a long KV cache: bound by reading K and V once.
 
-    out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]
+    out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]        (caps, sinks: ``scores``)
 
 Split-KV decoding (Dao et al. 2023, "Flash-Decoding") with the online softmax of Milakov and Gimelshein (2018): the keys of a
 sequence are cut into splits of a fixed length, a block takes one split of one KV head for up to ``rows`` query rows (the query
@@ -36,6 +36,7 @@ from numba import cuda, float32, int32, int64, uint32
 from nbkernels import ptx
 from nbkernels.kernels.elements import Cost, access, aligned, conversions, pair_conversions, vector_width
 from nbkernels.kernels.int8 import load_int8, pairs_from_int8x4
+from nbkernels.kernels.scores import join_sink, score_factors, soft_cap_function
 from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -58,7 +59,6 @@ LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 LEAST_UNIT = 1e-30  # below every scale of values that a float16 could be made of
 # the bytes of two words in turn, of the lower and of the upper halves
 LOWER_BYTES, UPPER_BYTES = 0x5140, 0x7362
-LOG2E = np.log2(np.e)
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
 NOTHING = np.float32(-1e38)
 
@@ -117,16 +117,17 @@ def _task(rows, causal, windowed, has_lengths, prefixed):
 
 
 @cache
-def _leave(dtype, head_dim, rows, single):
+def _leave(dtype, head_dim, rows, single, has_sinks):
     """leave(…): the warps' (max, sum, vector) in shared memory, merged in the warps' order and written, a thread an element.
 
-    To out where ``single``, else to vectors [query rows, splits, head_dim] and weights [query rows, splits, 2] (max, sum).
+    To out, past the head's sink, where ``single``; else to vectors [query rows, splits, head_dim] and weights
+    [query rows, splits, 2] (max, sum).
     """
     _, to_storage = conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def leave(
-        shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+        shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
         q_len, kv_heads, group, splits, out_batch, out_token, out_head,
     ):  # fmt: skip
         for r in range(rows):
@@ -140,6 +141,8 @@ def _leave(dtype, head_dim, rows, single):
                 total = float32(0.0)
                 for w in range(WARPS):
                     total = ptx.fma(shared_sum[w, r], ptx.ex2(shared_max[w, r] - largest), total)
+                if single and has_sinks:
+                    factor, total = join_sink(largest, total, sinks[head])
                 to = batch * out_batch + token * out_token + head * out_head
                 query_row = (batch * int64(q_len) + token) * (int64(kv_heads) * int64(group)) + head
                 slot = query_row * int64(splits) + int64(split)
@@ -149,6 +152,8 @@ def _leave(dtype, head_dim, rows, single):
                     for w in range(WARPS):
                         x = ptx.fma(shared_vector[w, r, column], ptx.ex2(shared_max[w, r] - largest), x)
                     if single:
+                        if has_sinks:
+                            x *= factor
                         # a row that has seen nothing stays zero
                         if total != float32(0.0):
                             x = x / total
@@ -186,7 +191,8 @@ def _page_of(block_table, table_at, page_shift, last_page, key):
 
 
 def decode_kernel(
-    dtype, head_dim, width, rows, causal, windowed, has_lengths, single, paged=False, int8_pages=False, prefixed=False
+    dtype, head_dim, width, rows, causal, windowed, has_lengths, single, capped=False, has_sinks=False,
+    paged=False, int8_pages=False, prefixed=False,
 ):  # fmt: skip
     """A split of a KV head for ``rows`` packed query rows; writes out where ``single``, else (max, sum, vector) a row and split.
 
@@ -196,7 +202,8 @@ def decode_kernel(
     load_kv = load_int8(width) if int8_pages else load
     stored = "int8" if int8_pages else dtype
     task, sight = _task(rows, causal, windowed, has_lengths, prefixed), _sight(causal, windowed)
-    leave = _leave(dtype, head_dim, rows, single)
+    leave = _leave(dtype, head_dim, rows, single, has_sinks)
+    cap = soft_cap_function(exact=True)
     lanes, chunks = _layout(head_dim, width)
     elements = chunks * width  # a lane's share of a head
     groups = ptx.WARP // lanes  # keys a warp takes at once
@@ -235,6 +242,8 @@ def decode_kernel(
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks and single else None,
         block_table: ptx.pointer("int32") if paged else None,
         table_stride: int64 if paged else None,
         page_shift: uint32 if paged else None,
@@ -336,6 +345,8 @@ def decode_kernel(
                             score += ptx.shfl_bfly(score, uint32(1 << i))
                     if int8_pages:
                         score *= k_factors[u]
+                    if capped:
+                        score = cap(score, cap_log2)
                     if key < first[r] or key >= last[r] or key >= end:
                         score = float32(-np.inf)
                     scores[u * rows + r] = score
@@ -407,7 +418,7 @@ def decode_kernel(
                         shared_vector[warp, r, column] = vector[r * elements + c * width + w]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
             q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
@@ -415,7 +426,8 @@ def decode_kernel(
 
 
 def tensor_decode_kernel(
-    dtype, head_dim, strips, causal, windowed, has_lengths, single, paged=False, int8_pages=False, prefixed=False
+    dtype, head_dim, strips, causal, windowed, has_lengths, single, capped=False, has_sinks=False,
+    paged=False, int8_pages=False, prefixed=False,
 ):  # fmt: skip
     """As ``decode`` for 16-bit elements, STRIP · strips packed query rows a block, by products of 16 keys with 8 rows.
 
@@ -434,7 +446,8 @@ def tensor_decode_kernel(
     _, pack = pair_conversions(dtype)
     rows = STRIP * strips
     task, sight = _task(rows, causal, windowed, has_lengths, prefixed), _sight(causal, windowed)
-    leave = _leave(dtype, head_dim, rows, single)
+    leave = _leave(dtype, head_dim, rows, single, has_sinks)
+    cap = soft_cap_function(exact=False)
     width = vector_width(dtype)
     k_piece = INT8_PIECE if int8_pages else width  # elements of 16 bytes of K
     v_piece = INT8_PIECE if int8_pages and head_dim > 8 * width else width  # elements that a lane loads of V at once
@@ -556,6 +569,8 @@ def tensor_decode_kernel(
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks and single else None,
         block_table: ptx.pointer("int32") if paged else None,
         table_stride: int64 if paged else None,
         page_shift: uint32 if paged else None,
@@ -703,6 +718,8 @@ def tensor_decode_kernel(
                         score = x[n] * scale_log2
                         if int8_pages:
                             score *= k_factors[2 * i + n // 2]
+                        if capped:
+                            score = cap(score, cap_log2)
                         row = s * 2 + n % 2
                         if key >= end or key >= last[row] or key < first[row]:
                             score = float32(-np.inf)
@@ -810,14 +827,14 @@ def tensor_decode_kernel(
                         shared_vector[warp, row, column] = vector[at_sum]
         cuda.syncthreads()
         leave(
-            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,
+            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,
             q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,
         )  # fmt: skip
 
     return tensor_decode
 
 
-def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
+def merge_kernel(dtype, head_dim, causal, windowed, has_lengths, has_sinks=False):
     """Combine the splits of a query row. grid: batch · q_len · heads; warp w takes every MERGE_WARPS-th split from the w-th on.
 
     Each lane has ``width`` elements of a head in each of ``chunks``; the warps' sums are added in the warps' order.
@@ -844,6 +861,7 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
         out_batch: int64,
         out_token: int64,
         out_head: int64,
+        sinks: ptx.pointer("float32") if has_sinks else None,
     ):
         shared_total = cuda.shared.array(MERGE_WARPS, float32)
         shared_vector = cuda.shared.array((MERGE_WARPS, padded), float32)
@@ -906,6 +924,9 @@ def merge_kernel(dtype, head_dim, causal, windowed, has_lengths):
             for w in range(MERGE_WARPS):
                 total += shared_total[w]
                 x += shared_vector[w, column]
+            if has_sinks:
+                factor, total = join_sink(largest, total, sinks[head])
+                x *= factor
             # a row that sees nothing stays zero
             if total != float32(0.0):
                 x = x / total
@@ -934,7 +955,7 @@ def _walk(packed, head_dim, dtype, width, int8_pages, most_strips=MAX_STRIPS):
 @lru_cache(maxsize=4096)
 def plan(
     batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, causal, windowed, has_lengths,
-    paged=False, int8_pages=False, prefix_splits=0,
+    capped=False, has_sinks=False, paged=False, int8_pages=False, prefix_splits=0,
 ):  # fmt: skip
     """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
 
@@ -948,27 +969,27 @@ def plan(
     blocks, query_rows = batch * kv_heads * row_tiles * (splits - prefix_splits), batch * q_len * heads
     if max(blocks, query_rows) > 2**31 - 1:
         raise ValueError(f"{batch} sequences of {kv_len} keys and {heads} heads need more than 2^31 - 1 blocks")
-    options = (splits == 1, paged, int8_pages, prefix_splits > 0)
+    options = (splits == 1, capped, has_sinks, paged, int8_pages, prefix_splits > 0)
     walk = Plan(factory, (*constants, *masks, *options), (blocks, 1, 1), (THREADS, 1, 1))
     if splits == 1:
         return walk, None, row_tiles, splits
-    merge = Plan(merge_kernel, (dtype, head_dim, *masks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
+    merge = Plan(merge_kernel, (dtype, head_dim, *masks, has_sinks), (query_rows, 1, 1), (MERGE_WARPS * ptx.WARP, 1, 1))
     return walk, merge, row_tiles, splits
 
 
 @lru_cache(maxsize=4096)
-def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, int8_pages, prefix_splits):
-    """(walk over the splits of a prefix, row tiles): the query tokens of all sequences, which see all of it, as one sequence's."""
+def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, capped, int8_pages, prefix_splits):
+    """(walk over a prefix's splits, row tiles): the query tokens of all sequences, which all see it, as those of one."""
     group = heads // kv_heads
     # as many keys at a time as in a sequence's own walk, which has fewer rows: the same bits
-    _, own, rows = _walk(group * q_len, head_dim, dtype, width, int8_pages)
+    _, _, rows = _walk(group * q_len, head_dim, dtype, width, int8_pages)
     most_strips = MAX_STRIPS if rows > 2 * STRIP else 2
     factory, constants, rows = _walk(group * q_len * batch, head_dim, dtype, width, int8_pages, most_strips)
     row_tiles = -(-group * q_len * batch // rows)
     blocks = kv_heads * row_tiles * prefix_splits
     if blocks > 2**31 - 1:
         raise ValueError(f"{batch} sequences and {heads} heads need more than 2^31 - 1 blocks")
-    options = (False, False, False, False, True, int8_pages, True)
+    options = (False, False, False, False, capped, False, True, int8_pages, True)
     return Plan(factory, (*constants, *options), (blocks, 1, 1), (THREADS, 1, 1)), row_tiles
 
 
@@ -994,8 +1015,8 @@ def _load_width(q, k, v):
     return 1
 
 
-def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream, pages=None):
-    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths may be None.
+def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream, pages=None):
+    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths and sinks may be None.
 
     pages: None, or (block_table, k_scales, v_scales, prefix) of ``nbkernels.paged_attention``, the pools as k and v.
     """
@@ -1008,14 +1029,15 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream, pages=N
         if int8_pages:
             table += (k_scales.pointer, v_scales.pointer, *k_scales.strides, *v_scales.strides)
         kv_len *= block_table.shape[1]
-        # the prefix's walk takes sequences for tokens: they must lie at one stride; and where a window begins it begins otherwise
+        # the prefix's walk takes all tokens for one sequence's, so they lie at one stride; and a window cuts splits elsewhere
         if batch > 1 and window is None and (q_len == 1 or q.strides[0] == q_len * q.strides[1]):
             prefix_splits = min(prefix, kv_len - 1) // SPLIT
     width = _load_width(q, k, v)
     # a lone query stands at the end: no key is later
     causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
-    options = (pages is not None, int8_pages, prefix_splits)
+    capped, has_sinks = soft_cap is not None, sinks is not None
+    options = (capped, has_sinks, pages is not None, int8_pages, prefix_splits)
     walk, merge, row_tiles, splits = plan(
         batch, q_len, kv_len, heads, kv_heads, head_dim, q.dtype, width, *masks, *options
     )
@@ -1030,18 +1052,21 @@ def run(q, k, v, causal, scale, window, kv_lengths, out, device, stream, pages=N
     strides = [s for x in (q, k, v, out) for s in x.strides[:3]]
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     partial = (0, 0) if merge is None else (vectors.pointer, weights.pointer)
-    group, scale_log2 = heads // kv_heads, float(scale * LOG2E)
+    group = heads // kv_heads
+    factor, cap = score_factors(scale, soft_cap)
+    sink = () if sinks is None else (sinks.pointer,)  # for the last of the kernels
     places = ()
     if prefix_splits:
         shared, shared_tiles = plan_prefix(
-            batch, q_len, heads, kv_heads, head_dim, q.dtype, width, int8_pages, prefix_splits
+            batch, q_len, heads, kv_heads, head_dim, q.dtype, width, capped, int8_pages, prefix_splits
         )
         as_tokens = (0, q.strides[0] // q_len, *strides[2:])
-        sizes = (batch * q_len, prefix_splits * SPLIT, kv_heads, group, shared_tiles, prefix_splits, 0, scale_log2)
-        launch(shared, (*pointers, *partial, *sizes, *as_tokens, *table, 0, splits), device, stream)
+        sizes = (batch * q_len, prefix_splits * SPLIT, kv_heads, group, shared_tiles, prefix_splits, 0, factor)
+        launch(shared, (*pointers, *partial, *sizes, *as_tokens, *cap, *table, 0, splits), device, stream)
         places = (prefix_splits, splits)
-    sizes = (q_len, kv_len, kv_heads, group, row_tiles, splits - prefix_splits, window, scale_log2)
-    launch(walk, (*pointers, *partial, *sizes, *strides, *table, *places), device, stream)
+    sizes = (q_len, kv_len, kv_heads, group, row_tiles, splits - prefix_splits, window, factor)
+    last = () if merge else sink
+    launch(walk, (*pointers, *partial, *sizes, *strides, *cap, *last, *table, *places), device, stream)
     if merge is not None:
         sizes = (q_len, kv_len, heads, splits, window)
-        launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3]), device, stream)
+        launch(merge, (*partial, lengths, out.pointer, *sizes, *out.strides[:3], *sink), device, stream)

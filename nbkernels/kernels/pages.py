@@ -189,13 +189,14 @@ def _gather(k_pages, v_pages, k_scales, v_scales, block_table, kv_lengths, dtype
 
 
 def run(
-    q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales, prefix, causal, scale, window, out, device, stream
+    q, k_pages, v_pages, block_table, kv_lengths, k_scales, v_scales, prefix, causal, scale, window, soft_cap, sinks,
+    out, device, stream,
 ):  # fmt: skip
-    """See ``nbkernels.paged_attention``; all arrays are DeviceArrays, the scales may be None."""
+    """See ``nbkernels.paged_attention``; all arrays are DeviceArrays, the scales and sinks may be None."""
     batch, q_len = q.shape[:2]
     if q_len <= attention.FEW_TOKENS:
         pages = (block_table, k_scales, v_scales, prefix)
-        decode.run(q, k_pages, v_pages, causal, scale, window, kv_lengths, out, device, stream, pages)
+        decode.run(q, k_pages, v_pages, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream, pages)
         return
     _, page_size, kv_heads, head_dim = k_pages.shape
     sequence_bytes = 2 * block_table.shape[1] * page_size * kv_heads * head_dim * q.dtype.itemsize
@@ -204,4 +205,4 @@ def run(
         here = slice(first, first + part)
         lengths = kv_lengths[here]
         k, v = _gather(k_pages, v_pages, k_scales, v_scales, block_table[here], lengths, q.dtype, device, stream)
-        attention.run(q[here], k, v, causal, scale, window, lengths, out[here], device, stream)
+        attention.run(q[here], k, v, causal, scale, window, soft_cap, sinks, lengths, out[here], device, stream)

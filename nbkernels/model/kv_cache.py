@@ -37,11 +37,13 @@ class LayerPages(NamedTuple):
 class Step(NamedTuple):
     """What the kernels of a step of some sequences read: block_table [sequences, max_pages], positions and lengths [sequences].
 
-    positions says where a sequence's first new token goes, lengths how many tokens there are with the new ones.
+    positions says where a sequence's first new token goes, lengths how many tokens there are with the new ones; prefix: how
+    many tokens lie in pages that all of them share.
     """
 
     sequences: tuple
     tokens: int
+    prefix: int
     block_table: object
     positions: object
     lengths: object
@@ -151,7 +153,7 @@ class KVCache:
         return sequence
 
     def fork(self, sequence):
-        """A new sequence with the same tokens. Pages are shared until one that shares them writes there. OutOfPages as ``add``."""
+        """A new sequence with the same tokens. Pages are shared until one of those writes there. OutOfPages as ``add``."""
         self._check(sequence)
         new = self.add()
         length = int(self._lengths[sequence])
@@ -160,6 +162,16 @@ class KVCache:
             self._owners[page] += 1
         self._publish(new, length)
         return new
+
+    def shared_prefix(self, sequences):
+        """How many leading tokens of some sequences lie in pages that all of them share; 0 for a lone one."""
+        sequences = self._checked(sequences)
+        if len(sequences) == 1:
+            return 0
+        tables = self._table[list(sequences)]
+        full = int(self._lengths[list(sequences)].min()) // self.page_size
+        apart = (tables[:, :full] != tables[0, :full]).any(axis=0)
+        return self.page_size * (int(apart.argmax()) if apart.any() else full)
 
     def truncate(self, sequence, length):
         """Forget all tokens behind the first ``length``, and give back the pages that are not needed for them."""
@@ -206,21 +218,22 @@ class KVCache:
     def begin(self, sequences, tokens):
         """A step of ``tokens`` new tokens in each of some sequences begins: a ``Step``. Raises as ``reserve``.
 
-        Sequences whose numbers follow one another are read in place, by which a step can be recorded in a graph; of others the
-        rows are copied.
+        Sequences whose numbers follow one another are read in place, by which a step can be recorded in a graph (to be replayed
+        while they share what they shared then); of others the rows are copied.
         """
         sequences = self._checked(sequences)
         self.reserve(sequences, tokens)
+        prefix = self.shared_prefix(sequences)
         first = sequences[0]
         if sequences == tuple(range(first, first + len(sequences))):
             here = slice(first, first + len(sequences))
             lengths = self.lengths[here]
             ops.advance(lengths, tokens)
-            return Step(sequences, tokens, self.block_table[here], self.positions[here], lengths)
+            return Step(sequences, tokens, prefix, self.block_table[here], self.positions[here], lengths)
         rows = np.array(sequences)
         positions = self._lengths[rows]
         copies = (self._table[rows], positions, positions + np.int32(tokens))
-        return Step(sequences, tokens, *map(backend.place, copies))
+        return Step(sequences, tokens, prefix, *map(backend.place, copies))
 
     def end(self, step):
         """The tokens of a step have been written into every layer."""

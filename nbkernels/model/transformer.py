@@ -90,7 +90,9 @@ class Transformer:
             q = ops.rotary_append(
                 q, k, v, self.cos, self.sin, step.positions, k_pages, v_pages, block_table=step.block_table, **scales
             )
-            seen = ops.paged_attention(q, k_pages, v_pages, step.block_table, step.lengths, **scales)
+            seen = ops.paged_attention(
+                q, k_pages, v_pages, step.block_table, step.lengths, prefix=step.prefix, **scales
+            )
             x = self.linear(seen.reshape(batch, tokens, q_width), layer.output, residual=x)
             normed = ops.rms_norm(x, layer.feed_forward_norm, eps=config.norm_eps)
             gate_up = self.linear(normed, layer.gate_up)  # [batch, tokens, 2·feed_forward]
