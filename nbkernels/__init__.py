@@ -3,7 +3,8 @@
 The names below are imported when first used, so that ``import nbkernels`` costs nothing and needs no GPU:
 
     softmax, layer_norm, rms_norm, gelu, silu_mul, matmul, quantize_int8, int8_matmul, embedding,
-    rotary_append, attention, argmax, sample      the operations, see ``nbkernels.ops``
+    rotary_append, attention, paged_attention,
+    argmax, sample                                the operations, see ``nbkernels.ops``
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     load, LanguageModel, KVCache                  the runtime, see ``nbkernels.model``
@@ -27,6 +28,7 @@ _HOME = {
             "embedding",
             "rotary_append",
             "attention",
+            "paged_attention",
             "advance",
             "argmax",
             "sample",

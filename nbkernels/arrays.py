@@ -131,6 +131,13 @@ class DeviceArray:
             raise ValueError(f"an array of shape {self.shape} and strides {self.strides} has no view of shape {shape}")
         return DeviceArray(self.pointer, shape, merged, self.dtype, self.owner)
 
+    def swapaxes(self, first, second):
+        """A view with two axes exchanged."""
+        axes = list(range(self.ndim))
+        axes[first], axes[second] = axes[second], axes[first]
+        shape, strides = (tuple(x[axis] for axis in axes) for x in (self.shape, self.strides))
+        return DeviceArray(self.pointer, shape, strides, self.dtype, self.owner)
+
     @property
     def __cuda_array_interface__(self):
         if self.dtype == bfloat16:

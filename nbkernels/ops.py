@@ -825,8 +825,64 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
 # ---- attention ---------------------------------------------------------------------------------------------------------------
 
 
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole tiles of keys a page, whole pages a split
+
+
+def _check_pages(call, k_name, v_name, dtype, batch, kv_heads, head_dim):
+    """Caches or page pools, the table, and the scales of int8 ones, as ``call`` has them under these names.
+
+    Returns how many tokens a sequence may have.
+    """
+    k, v, table = getattr(call, k_name), getattr(call, v_name), call.block_table
+    axes = ("batch", "capacity") if table is None else ("pages", "page_size")
+    _check_axes(k_name, k, (*axes, "kv_heads", "head_dim"))
+    _check_shape(k_name, k, (batch if table is None else k.shape[0], k.shape[1], kv_heads, head_dim))
+    _check_shape(v_name, v, k.shape)
+    capacity = k.shape[1]
+    if table is not None:
+        _check_dtype(np.int32, block_table=table)
+        _check_axes("block_table", table, ("batch", "max_pages"))
+        _check_shape("block_table", table, (batch, table.shape[1]))
+        if k.shape[1] not in PAGE_SIZES:
+            raise ValueError(f"{k_name}: page_size {k.shape[1]}, wanted one of {', '.join(map(str, PAGE_SIZES))}")
+        capacity *= table.shape[1]
+        if capacity > 2**31 - 1:
+            raise ValueError(
+                f"block_table: {table.shape[1]} pages of {k.shape[1]} tokens, wanted at most 2^31 - 1 tokens"
+            )
+    for name, x in ((k_name, k), (v_name, v)):
+        if x.dtype != dtype and x.dtype != np.int8:
+            raise TypeError(f"{name}: {x.dtype}, wanted {dtype} as q, or int8")
+    _check_dtype(k.dtype, **{v_name: v})
+    for name, scales in (("k_scales", call.k_scales), ("v_scales", call.v_scales)):
+        if (scales is not None) != (k.dtype == np.int8):
+            wanted = "an array beside int8 caches" if scales is None else f"None beside caches of {k.dtype}"
+            raise TypeError(f"{name}: {'None' if scales is None else 'an array'}, wanted {wanted}")
+        _check_dtype(np.float32, **{name: scales})
+        _check_shape(name, scales, k.shape[:3])
+    return capacity
+
+
 @replayed
-def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, stream=None):
+def rotary_append(
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    positions,
+    k_cache,
+    v_cache,
+    *,
+    block_table=None,
+    k_scales=None,
+    v_scales=None,
+    q_norm=None,
+    k_norm=None,
+    eps=1e-6,
+    out=None,
+    stream=None,
+):
     """Rotary embedding of q and k, and k and v written into the cache, in one pass. Returns the rotated q; out may be q.
 
     q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim] (all may be views of one fused array);
@@ -834,12 +890,20 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     i + rotary_dim / 2 and what lies past rotary_dim is left as it is; positions int32 [batch]: where each sequence's first
     token stands; k_cache, v_cache [batch, capacity, kv_heads, head_dim]: token t goes to positions[b] + t. A position outside
     of the cache or the table writes nothing on the device, and raises ValueError on the CPU.
+
+    block_table int32 [batch, max_pages]: the caches are pools [pages, page_size, kv_heads, head_dim], page_size a power of two
+    from 16 to 256, and position p of sequence b is row p mod page_size of page block_table[b, p / page_size]. A page outside of
+    the pool is treated as such a position, save that q is rotated on the device. k_scales, v_scales float32 [batch, capacity,
+    kv_heads] or [pages, page_size, kv_heads] (any strides): the caches are int8, of max |.| / 127 a token and head, rounded as
+    ``quantize_int8`` does. q_norm, k_norm [head_dim] (q's dtype or float32): q and k are normalised head by head first,
+    x / sqrt(mean(x²) + eps) · norm.
     """
     call = _Call(
-        stream, ("out",),
-        q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache, out=out,
+        stream, ("block_table", "k_scales", "v_scales", "q_norm", "k_norm", "out"),
+        q=q, k=k, v=v, cos=cos, sin=sin, positions=positions, k_cache=k_cache, v_cache=v_cache,
+        block_table=block_table, k_scales=k_scales, v_scales=v_scales, q_norm=q_norm, k_norm=k_norm, out=out,
     )  # fmt: skip
-    dtype = _check_float(q=call.q, k=call.k, v=call.v, k_cache=call.k_cache, v_cache=call.v_cache)
+    dtype = _check_float(q=call.q, k=call.k, v=call.v)
     _check_dtype(np.float32, cos=call.cos, sin=call.sin)
     _check_dtype(np.int32, positions=call.positions)
     _check_axes("q", call.q, ("batch", "tokens", "heads", "head_dim"))
@@ -853,35 +917,60 @@ def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache, *, out=None, s
     if 2 * call.cos.shape[1] > head_dim:
         raise ValueError(f"cos: shape {tuple(call.cos.shape)}, wanted at most head_dim / 2 = {head_dim // 2} columns")
     _check_shape("positions", call.positions, (batch,))
-    _check_axes("k_cache", call.k_cache, ("batch", "capacity", "kv_heads", "head_dim"))
-    _check_shape("k_cache", call.k_cache, (batch, call.k_cache.shape[1], kv_heads, head_dim))
-    _check_shape("v_cache", call.v_cache, call.k_cache.shape)
+    _check_pages(call, "k_cache", "v_cache", dtype, batch, kv_heads, head_dim)
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(call, name)
+        if norm is not None and norm.dtype != dtype and norm.dtype != np.float32:
+            raise TypeError(f"{name}: {norm.dtype}, wanted {dtype} as q, or float32")
+        _check_shape(name, norm, (head_dim,))
+    if call.q_norm is not None and call.k_norm is not None:
+        _check_dtype(call.q_norm.dtype, k_norm=call.k_norm)
+    _check_number("eps", eps, least=0)
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
-        _check_writable(k_cache=call.k_cache, v_cache=call.v_cache)
+        _check_writable(k_cache=call.k_cache, v_cache=call.v_cache, k_scales=call.k_scales, v_scales=call.v_scales)
         value = reference.rotary_append(
-            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache
-        )
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache,
+            block_table=call.block_table, k_scales=call.k_scales, v_scales=call.v_scales,
+            q_norm=call.q_norm, k_norm=call.k_norm, eps=eps,
+        )  # fmt: skip
         return _finish_host(value, q, out)
     _check_contiguous_last(
         q=call.q, k=call.k, v=call.v, cos=call.cos, sin=call.sin, positions=call.positions,
-        k_cache=call.k_cache, v_cache=call.v_cache, out=call.out,
+        k_cache=call.k_cache, v_cache=call.v_cache, block_table=call.block_table,
+        q_norm=call.q_norm, k_norm=call.k_norm, out=call.out,
     )  # fmt: skip
     if call.copied:
         raise TypeError("k_cache: host arrays are not written through a GPU; pass device arrays")
-    _check_no_jax(k_cache=k_cache, v_cache=v_cache)
+    _check_no_jax(k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales)
     y = call.result(call.q.shape, dtype, out)
-    _check_overlap(
-        call.out,
-        same=[("q", call.q)],
-        other=[("k", call.k), ("v", call.v), ("k_cache", call.k_cache), ("v_cache", call.v_cache)],
-    )
+    others = ("k", "v", "k_cache", "v_cache", "k_scales", "v_scales")
+    _check_overlap(call.out, same=[("q", call.q)], other=[(name, getattr(call, name)) for name in others])
     if y.size or call.k.size:
         _kernels("rotary").run(
-            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache, y,
-            call.device, call.stream,
+            call.q, call.k, call.v, call.cos, call.sin, call.positions, call.k_cache, call.v_cache,
+            call.block_table, call.k_scales, call.v_scales, call.q_norm, call.k_norm, eps, y, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
+
+
+def _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, sinks, k_name):
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of {k_name}")
+    if not 1 <= head_dim <= 256:
+        raise ValueError(f"q: head_dim {head_dim}, wanted 1 to 256")
+    if scale is not None:
+        _check_number("scale", scale)
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
+            raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
+        _check_number("window", window, least=1)
+    if soft_cap is not None:
+        _check_number("soft_cap", soft_cap, positive=True)
+        if soft_cap > 1000:  # the kernels' tanh is off by a part of the cap
+            raise ValueError(f"soft_cap: {soft_cap}, wanted at most 1000")
+    _check_dtype(np.float32, sinks=sinks)
+    _check_shape("sinks", sinks, (heads,))
 
 
 @replayed
@@ -916,22 +1005,7 @@ def attention(
     kv_len, kv_heads = call.k.shape[1:3]
     _check_shape("k", call.k, (batch, kv_len, kv_heads, head_dim))
     _check_shape("v", call.v, call.k.shape)
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"q: {heads} heads, wanted a multiple of the {kv_heads} kv_heads of k")
-    if not 1 <= head_dim <= 256:
-        raise ValueError(f"q: head_dim {head_dim}, wanted 1 to 256")
-    if scale is not None:
-        _check_number("scale", scale)
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, (int, np.integer)):
-            raise TypeError(f"window: {type(window).__name__}, wanted an integer or None")
-        _check_number("window", window, least=1)
-    if soft_cap is not None:
-        _check_number("soft_cap", soft_cap, positive=True)
-        if soft_cap > 1000:  # the kernels' tanh is off by a part of the cap
-            raise ValueError(f"soft_cap: {soft_cap}, wanted at most 1000")
-    _check_dtype(np.float32, sinks=call.sinks)
-    _check_shape("sinks", call.sinks, (heads,))
+    _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, call.sinks, "k")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
     _check_shape("kv_lengths", call.kv_lengths, (batch,))
     if call.on_host:
@@ -949,6 +1023,87 @@ def attention(
             call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
             None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks,
             call.kv_lengths, y, call.device, call.stream,
+        )  # fmt: skip
+    return call.hand_out(y, call.returned)
+
+
+@replayed
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_table,
+    kv_lengths,
+    *,
+    k_scales=None,
+    v_scales=None,
+    prefix=0,
+    causal=True,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    out=None,
+    stream=None,
+):
+    """``attention`` over a paged KV cache. Returns q's shape and dtype.
+
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], page_size a power of two from 16
+    to 256; block_table int32 [batch, max_pages]; kv_lengths int32 [batch]: token p of sequence b is row p mod page_size of page
+    block_table[b, p / page_size], for p below kv_lengths[b]. int8 pages have k_scales, v_scales float32 [pages, page_size,
+    kv_heads] (any strides). The rest as ``attention``; causal is the default here.
+
+    prefix: so many leading tokens lie in the same pages for all sequences, all of which are longer by q_len at least; a batch
+    of few query tokens then reads them once (as far as they are whole splits of 256), with the same bits.
+
+    Of pages outside of the pool the CPU raises ValueError, and the device reads others in their place. What a sequence gives
+    depends neither on its batch, nor on which pages it has, nor on the pool.
+    """
+    call = _Call(
+        stream, ("k_scales", "v_scales", "sinks", "out"),
+        q=q, k_pages=k_pages, v_pages=v_pages, block_table=block_table, kv_lengths=kv_lengths,
+        k_scales=k_scales, v_scales=v_scales, sinks=sinks, out=out,
+    )  # fmt: skip
+    dtype = _check_float(q=call.q)
+    _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
+    _check_axes("k_pages", call.k_pages, ("pages", "page_size", "kv_heads", "head_dim"))
+    batch, _, heads, head_dim = call.q.shape
+    kv_heads = call.k_pages.shape[2]
+    capacity = _check_pages(call, "k_pages", "v_pages", dtype, batch, kv_heads, head_dim)
+    _check_integer("prefix", prefix)
+    if not 0 <= prefix <= capacity:
+        raise ValueError(f"prefix: {prefix}, wanted 0 to the {capacity} tokens of a sequence")
+    _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, call.sinks, "k_pages")
+    _check_dtype(np.int32, kv_lengths=call.kv_lengths)
+    _check_shape("kv_lengths", call.kv_lengths, (batch,))
+    if call.on_host:
+        _check_out(call, call.q.shape, dtype)
+        shared = call.block_table[:, : -(-prefix // call.k_pages.shape[1])]
+        if (shared != shared[:1]).any():
+            raise ValueError(f"prefix: {prefix} tokens, whose pages are not the same for all sequences")
+        value = reference.paged_attention(
+            call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths,
+            k_scales=call.k_scales, v_scales=call.v_scales, causal=causal, scale=scale, window=window,
+            soft_cap=soft_cap, sinks=call.sinks,
+        )  # fmt: skip
+        return _finish_host(value, q, out)
+    _check_contiguous_last(
+        q=call.q, k_pages=call.k_pages, v_pages=call.v_pages, block_table=call.block_table, kv_lengths=call.kv_lengths,
+        sinks=call.sinks, out=call.out,
+    )  # fmt: skip
+    y = call.result(call.q.shape, dtype, out)
+    others = ("q", "k_pages", "v_pages", "k_scales", "v_scales", "sinks")
+    _check_overlap(call.out, other=[(name, getattr(call, name)) for name in others])
+    if y.size and not (capacity and call.k_pages.shape[0]):
+        raise ValueError(
+            f"block_table: {capacity} tokens in a pool of {call.k_pages.shape[0]} pages, wanted one page at least"
+        )
+    if y.size:
+        _kernels("pages").run(
+            call.q, call.k_pages, call.v_pages, call.block_table, call.kv_lengths, call.k_scales, call.v_scales,
+            int(prefix), bool(causal), head_dim**-0.5 if scale is None else float(scale),
+            None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks, y,
+            call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 

@@ -197,24 +197,70 @@ def _rotate(x, cos, sin, out):
         out[..., 2 * half :] = x[..., 2 * half :]
 
 
-def rotary_append(q, k, v, cos, sin, positions, k_cache, v_cache):
+def _pages(cache, table, start, stop):
+    """(rows, index): rows[index] are the tokens start to stop - 1 of a sequence, [tokens, kv_heads, …].
+
+    cache [pages, page_size, kv_heads, …]; table int32 [max_pages] of the sequence. Where its pages follow one another the index
+    is a slice, so that what is read is a view.
+    """
+    page_size = cache.shape[1]
+    first, end = start // page_size, -(-stop // page_size)
+    pages = table[first:end].tolist()
+    if pages and (min(pages) < 0 or max(pages) >= len(cache)):
+        raise ValueError(f"block_table: pages {min(pages)} to {max(pages)} of a pool of {len(cache)}")
+    if pages == list(range(pages[0], pages[0] + end - first)) and cache.strides[0] == page_size * cache.strides[1]:
+        begin = (pages[0] - first) * page_size + start
+        return cache.reshape(-1, *cache.shape[2:]), slice(begin, begin + stop - start)
+    positions = np.arange(start, stop)
+    return cache, (table[positions // page_size], positions % page_size)
+
+
+def _store(rows, index, scales, scale_index, values):
+    """values [tokens, kv_heads, head_dim] into rows[index]; int8 with a scale a token and head, of which scales are given."""
+    if scales is None:
+        rows[index] = values
+        return
+    work = _work(values)
+    scale = np.abs(work).max(axis=-1, initial=0.0) / 127
+    divided = work / np.where(scale > 0, scale, 1)[..., None]
+    rows[index] = np.clip(np.rint(divided), -127, 127).astype(np.int8)
+    scales[scale_index] = scale
+
+
+def rotary_append(
+    q, k, v, cos, sin, positions, k_cache, v_cache, *,
+    block_table=None, k_scales=None, v_scales=None, q_norm=None, k_norm=None, eps=1e-6,
+):  # fmt: skip
     """Rotary position embedding (Su et al. 2021) of q and k, and k, v written into the cache. Returns the rotated q.
 
     q [batch, tokens, heads, head_dim]; k, v [batch, tokens, kv_heads, head_dim]; cos, sin [max_position, rotary_dim / 2];
     positions int32 [batch], of each sequence's first token; caches [batch, capacity, kv_heads, head_dim], written in place.
-    Element i is paired with i + rotary_dim / 2; what lies past rotary_dim is left as it is.
+    Element i is paired with i + rotary_dim / 2; what lies past rotary_dim is left as it is. block_table int32 [batch, max_pages]:
+    caches are [pages, page_size, kv_heads, head_dim] (Kwon et al. 2023, PagedAttention). k_scales, v_scales [as the caches
+    without head_dim]: int8 caches. q_norm, k_norm [head_dim]: RMSNorm of each head before the rotation.
     """
     tokens = q.shape[1]
-    limit = min(k_cache.shape[1], cos.shape[0])
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    limit = min(capacity, cos.shape[0])
     rotated = np.empty(q.shape, q.dtype)
     for b, start in enumerate(positions.tolist()):
         if tokens and not 0 <= start <= limit - tokens:
             raise ValueError(f"positions: {start} to {start + tokens - 1} do not fit into 0 to {limit - 1}")
         here = slice(start, start + tokens)
         turn = cos[here, None], sin[here, None]  # [tokens, 1, half]
-        _rotate(q[b], *turn, rotated[b])
-        _rotate(k[b], *turn, k_cache[b, here])
-        v_cache[b, here] = v[b]
+        # normalised or quantised, what is between the steps is not rounded to the dtype
+        exact = _work(k[b]).dtype if k_norm is not None or k_scales is not None else k.dtype
+        query = q[b] if q_norm is None else rms_norm(_work(q[b]), q_norm, eps=eps)
+        key = k[b] if k_norm is None else rms_norm(_work(k[b]), k_norm, eps=eps)
+        turned = np.empty(key.shape, exact)
+        _rotate(query, *turn, rotated[b])
+        _rotate(key, *turn, turned)
+        for values, cache, scales in ((turned, k_cache, k_scales), (v[b], v_cache, v_scales)):
+            if block_table is None:
+                _store(cache[b], here, None if scales is None else scales[b], here, values)
+            elif tokens:
+                of_scales = (None, None) if scales is None else _pages(scales, block_table[b], start, start + tokens)
+                _store(*_pages(cache, block_table[b], start, start + tokens), *of_scales, values)
     return rotated
 
 
@@ -266,6 +312,32 @@ def attention(q, k, v, *, causal=False, scale=None, window=None, soft_cap=None, 
         result = weights.reshape(kv_heads, -1, n) @ value  # [kv_heads, group·q_len, head_dim]
         result = result.reshape(kv_heads, -1, q_len, head_dim).transpose(2, 0, 1, 3)
         out[b] = result.reshape(q_len, heads, head_dim).astype(q.dtype, copy=False)
+    return out
+
+
+def paged_attention(
+    q, k_pages, v_pages, block_table, kv_lengths, *,
+    k_scales=None, v_scales=None, prefix=0, causal=True, scale=None, window=None,
+    soft_cap=None, sinks=None,
+):  # fmt: skip
+    """``attention`` over the first kv_lengths[b] tokens in the pages that block_table [batch, max_pages] names.
+
+    q [batch, q_len, heads, head_dim]; k_pages, v_pages [pages, page_size, kv_heads, head_dim], float or int8 times k_scales,
+    v_scales [pages, page_size, kv_heads]. prefix, tokens in common pages, changes nothing here.
+    """
+    out = np.empty(q.shape, q.dtype)
+    capacity = block_table.shape[1] * k_pages.shape[1]
+    for b, (table, length) in enumerate(zip(block_table, kv_lengths.tolist(), strict=True)):
+        kv = []
+        for pages, scales in ((k_pages, k_scales), (v_pages, v_scales)):
+            rows, index = _pages(pages, table, 0, min(max(length, 0), capacity))
+            values = rows[index]
+            if scales is not None:
+                rows, index = _pages(scales, table, 0, len(values))
+                values = values.astype(_work(q).dtype) * rows[index][..., None]
+            kv.append(values[None])
+        one = slice(b, b + 1)
+        out[one] = attention(q[one], *kv, causal=causal, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     return out
 
 

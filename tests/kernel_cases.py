@@ -289,6 +289,56 @@ attended("decode float16, one split", F16, 3, 200, batch=2, lengths=[200, 5], ca
 attended("decode bfloat16, head size 128, lengths", BF16, 1, 700, head_dim=128, batch=2, lengths=[700, 260])
 
 
+def paged(name, dtype, q_len, lengths, head_dim=64, heads=4, kv_heads=2, page_size=16, int8=False, **options):
+    """Attention over pages in an order of their own; rows beyond the lengths are NaN, or -128 with a scale of NaN."""
+    batch, max_pages = len(lengths), -(-max(lengths) // page_size)
+    table = np.random.default_rng(0).permutation(batch * max_pages + 2)[: batch * max_pages]
+    table = table.reshape(batch, max_pages).astype(np.int32)
+    inside = np.arange(max_pages * page_size) < np.array(lengths)[:, None]  # [batch, capacity]
+
+    def in_pages(rows):
+        pages = np.zeros((table.size + 2, page_size, *rows.shape[2:]), rows.dtype)
+        pages[table] = rows.reshape(*table.shape, page_size, *rows.shape[2:])
+        return pages
+
+    def arrays():
+        q = random((batch, q_len, heads, head_dim), dtype, 0)
+        exact, pools, scales = [], [], []
+        for seed in (1, 2):
+            rows = random((batch, max_pages * page_size, kv_heads, head_dim), dtype, seed)
+            hidden = np.array(np.nan, dtype)
+            if int8:
+                scale = np.abs(rows.astype(np.float32)).max(axis=-1) / np.float32(127)
+                rows, hidden = np.rint(rows.astype(np.float32) / scale[..., None]).astype(np.int8), np.int8(-128)
+                scales.append(in_pages(np.where(inside[..., None], scale, np.float32(np.nan))))
+            exact.append(rows.astype(np.float64) * (scale[..., None] if int8 else 1))
+            pools.append(in_pages(np.where(inside[..., None, None], rows, hidden)))
+        return q, exact, pools, dict(zip(("k_scales", "v_scales"), scales, strict=False))
+
+    def call():
+        q, _, pools, scales = arrays()
+        placed = map(to_device, (q, *pools, table, np.array(lengths, np.int32)))
+        scales = {key: to_device(x) for key, x in scales.items()}
+        return [to_host(nbk.paged_attention(*placed, out=poisoned(q.shape, dtype), **scales, **options))]
+
+    def want():
+        q, exact, _, _ = arrays()
+        lengths_of = np.array(lengths, np.int32)
+        return [reference.attention(q.astype(np.float64), *exact, kv_lengths=lengths_of, causal=True, **options)]
+
+    CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
+
+
+paged("paged decode float32", F32, 2, [300, 33])
+paged("paged decode float32, int8", F32, 1, [40, 290], int8=True)
+paged("paged decode bfloat16, window", BF16, 1, [600, 33], window=277)
+paged("paged decode float16, head size 128", F16, 3, [270, 5], head_dim=128, page_size=64)
+paged("paged decode bfloat16, int8", BF16, 2, [300, 70], int8=True)
+paged("paged decode float16, int8, head size 128", F16, 1, [290, 16], head_dim=128, page_size=32, int8=True, window=200)
+paged("paged prompt bfloat16", BF16, 20, [150, 33])
+paged("paged prompt float16, int8", F16, 20, [150, 33], int8=True)
+
+
 _POSITIONS = 9
 
 
@@ -318,6 +368,43 @@ def rotated():
         *(to_device(np.ascontiguousarray(p)) for p in parts), *map(to_device, tables), *on_device, out=out
     )
     return [to_host(out), *map(to_host, on_device)]
+
+
+def _heads_arrays():
+    """The second sequence's second page is none of the pool's."""
+    fused = random((2, 3, 8, 64), BF16, 5)
+    angles = np.outer(np.arange(32), np.linspace(1, 0.1, 32))
+    tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), np.array([14, 15], np.int32)
+    norms = {"q_norm": 1 + random((64,), F32, 8), "k_norm": 1 + random((64,), F32, 9)}
+    return (fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]), tables, norms
+
+
+def _heads(place, operation, table, out=None, wider=lambda x: x):
+    """q, and k and v as they are read: values times scales."""
+    parts, tables, norms = _heads_arrays()
+    caches = [place(np.zeros((4, 16, 2, 64), np.int8)) for _ in range(2)]
+    scales = {name: place(np.zeros((4, 16, 2), np.float32)) for name in ("k_scales", "v_scales")}
+    norms = {name: place(wider(x)) for name, x in norms.items()}
+    parts = (place(np.ascontiguousarray(wider(x))) for x in parts)
+    q = operation(*parts, *map(place, tables), *caches, block_table=place(table), **scales, **norms, **(out or {}))
+    caches, scales = ([to_host(x).astype(np.float64) for x in found] for found in (caches, scales.values()))
+    return [to_host(q), *(c * s[..., None] for c, s in zip(caches, scales, strict=True))]
+
+
+def _heads_wanted():
+    found = _heads(
+        lambda x: x, reference.rotary_append, np.array([[2, 0], [1, 3]], np.int32), wider=lambda x: wide(x)[0]
+    )
+    for cached in found[1:]:
+        cached[3] = 0  # the page that the kernel is not given
+    return found
+
+
+# a quotient near a half may round the other way: one of 127 steps
+@case("rotary_append, int8 pages and norms", BOUND[BF16], APPROXIMATE[BF16], _heads_wanted)
+def rotated_heads():
+    out = {"out": poisoned((2, 3, 4, 64), BF16)}
+    return _heads(to_device, nbk.rotary_append, np.array([[2, 0], [1, -1]], np.int32), out)
 
 
 # ---- tokens -------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,16 @@ def rotary(**changed):
     return lambda: nbk.rotary_append(**{**arguments, **changed})
 
 
+PAGES = np.ones((6, 16, 2, 8), np.float32)
+INT8_PAGES, PAGE_SCALES = PAGES.astype(np.int8), np.ones((6, 16, 2), np.float32)
+PAGE_TABLE = np.zeros((2, 3), np.int32)
+
+
+def paged(**changed):
+    arguments = {"q": Q, "k_pages": PAGES, "v_pages": PAGES, "block_table": PAGE_TABLE, "kv_lengths": AT}
+    return lambda: nbk.paged_attention(**{**arguments, **changed})
+
+
 CASES = {
     "softmax list": (lambda: nbk.softmax([1.0]), TypeError, "x: list"),
     "softmax float64": (lambda: nbk.softmax(DOUBLE), TypeError, "x: float64.*float32, float16 or bfloat16"),
@@ -164,6 +174,62 @@ CASES = {
     ),
     "rotary positions": (rotary(positions=AT[:1]), ValueError, "positions: shape"),
     "rotary positions dtype": (rotary(positions=AT.astype(np.int64)), TypeError, "positions: int64"),
+    "rotary page size": (
+        rotary(k_cache=CACHE[:, :10], v_cache=CACHE[:, :10], block_table=PAGE_TABLE),
+        ValueError,
+        "k_cache: page_size 10, wanted one of 16, 32, 64, 128, 256",
+    ),
+    "rotary table dtype": (rotary(block_table=PAGE_TABLE.astype(np.int64)), TypeError, "block_table: int64"),
+    "rotary table rows": (rotary(block_table=PAGE_TABLE[:1]), ValueError, "block_table: shape"),
+    "rotary no scales": (
+        rotary(k_cache=CACHE.astype(np.int8), v_cache=CACHE.astype(np.int8)),
+        TypeError,
+        "k_scales: None, wanted an array beside int8",
+    ),
+    "rotary scales of floats": (rotary(v_scales=PAGE_SCALES), TypeError, "v_scales: an array, wanted None beside"),
+    "rotary scales shape": (
+        rotary(
+            k_cache=INT8_PAGES,
+            v_cache=INT8_PAGES,
+            block_table=PAGE_TABLE,
+            k_scales=PAGE_SCALES,
+            v_scales=PAGE_SCALES[:1],
+        ),
+        ValueError,
+        "v_scales: shape",
+    ),
+    "rotary norm shape": (rotary(q_norm=X[0, :7]), ValueError, "q_norm: shape"),
+    "rotary norm dtype": (rotary(k_norm=HALF[0]), TypeError, "k_norm: float16, wanted float32"),
+    "rotary page": (
+        rotary(k_cache=PAGES, v_cache=PAGES, block_table=PAGE_TABLE + 6),
+        ValueError,
+        "block_table: pages 6 to 6",
+    ),
+    "paged q": (paged(q=Q[0]), ValueError, r"q: shape \(3, 4, 8\), wanted \[batch"),
+    "paged heads": (paged(q=Q[:, :, :3]), ValueError, "q: 3 heads, wanted a multiple of the 2 kv_heads of k_pages"),
+    "paged dtypes": (paged(v_pages=INT8_PAGES), TypeError, "v_pages: int8, wanted float32"),
+    "paged page dtype": (
+        paged(k_pages=PAGES.astype(np.float16)),
+        TypeError,
+        "k_pages: float16, wanted float32 as q, or int8",
+    ),
+    "paged page size": (paged(k_pages=PAGES[:, :8], v_pages=PAGES[:, :8]), ValueError, "k_pages: page_size 8"),
+    "paged head size": (paged(k_pages=PAGES[..., :4]), ValueError, "k_pages: shape"),
+    "paged table": (paged(block_table=AT), ValueError, "block_table: shape"),
+    "paged lengths": (paged(kv_lengths=AT[:1]), ValueError, "kv_lengths: shape"),
+    "paged lengths dtype": (paged(kv_lengths=AT.astype(np.int64)), TypeError, "kv_lengths: int64"),
+    "paged window": (paged(window=0), ValueError, "window: 0"),
+    "paged prefix": (paged(prefix=49), ValueError, "prefix: 49, wanted 0 to the 48 tokens"),
+    "paged prefix type": (paged(prefix=1.0), TypeError, "prefix: float"),
+    "paged prefix apart": (
+        paged(prefix=17, block_table=np.array([[0, 1, 2], [0, 2, 3]], np.int32)),
+        ValueError,
+        "prefix: 17 tokens, whose pages are not the same",
+    ),
+    "paged soft cap": (paged(soft_cap=0), ValueError, "soft_cap: 0"),
+    "paged sinks": (paged(sinks=X[0, :3]), ValueError, "sinks: shape"),
+    "paged scales": (paged(k_pages=INT8_PAGES, v_pages=INT8_PAGES), TypeError, "k_scales: None"),
+    "paged page": (paged(block_table=PAGE_TABLE - 1, kv_lengths=AT + 1), ValueError, "block_table: pages -1 to -1"),
     "rotary past the end": (rotary(positions=AT + 15), ValueError, "positions: 15 to 17 do not fit"),
     "rotary cache dtype": (rotary(v_cache=CACHE.astype(np.float16)), TypeError, "v_cache: float16"),
     "attention axes": (lambda: nbk.attention(X, K, K), ValueError, "q: shape"),

@@ -138,6 +138,106 @@ def test_what_is_copied_keeps_its_bits(device, dtype, bits):
     assert not v_cache[0, 0].any() and not k_cache[0, 0].any()
 
 
+def scattered(batch, max_pages, pages, seed=0):
+    """A block table of pages in no order, each used once."""
+    return (
+        np.random.default_rng(seed).permutation(pages)[: batch * max_pages].reshape(batch, max_pages).astype(np.int32)
+    )
+
+
+def norms(kind, head_dim, dtype):
+    """(q_norm, k_norm) of a kind: none, both, or one of them."""
+    q_norm, k_norm = (1 + 0.3 * random((head_dim,), dtype, seed) for seed in (7, 8))
+    return (q_norm.astype(dtype) if "q" in kind else None, k_norm.astype(dtype) if "k" in kind else None)
+
+
+def append(parts, turns, positions, caches, place, operation, **options):
+    """One call of an operation or of its reference on copies; -> q, caches, scales as NumPy arrays."""
+    options = {name: place(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    placed = [place(c) for c in caches]
+    if operation is nbk.rotary_append:
+        options["out"] = poisoned(parts[0].shape, parts[0].dtype)
+    q = operation(*map(place, parts), *map(place, turns), place(positions), *placed, **options)
+    scales = [options[name] for name in ("k_scales", "v_scales") if options.get(name) is not None]
+    return [to_host(x) for x in (q, *placed, *scales)]
+
+
+@pytest.mark.parametrize("dtype, head_dim, half", [(BF16, 64, 32), (F16, 80, 16), (F32, 128, 64), (BF16, 7, 2)])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("kind", ["", "qk", "int8", "k int8"])
+def test_pages_norms_and_int8(device, dtype, head_dim, half, page_size, kind):
+    """Tokens across the edges of pages; by 16 bytes and by single elements; heads that leave lanes idle."""
+    int8_cache = "int8" in kind
+    heads, kv_heads, pages, batch, tokens = 5, 2, 9, 3, 5
+    fused = random((batch, tokens, heads + 2 * kv_heads, head_dim), dtype, 1)
+    parts = [np.ascontiguousarray(x) for x in np.split(fused, [heads, heads + kv_heads], axis=2)]
+    table = scattered(batch, 2, pages)
+    turns = tables(2 * page_size, half)
+    positions = np.array([0, page_size - 2, 2 * page_size - tokens], np.int32)
+    shape = (pages, page_size, kv_heads, head_dim)
+    if int8_cache:
+        caches = [np.full(shape, seed, np.int8) for seed in (2, 3)]
+        options = {name: np.full(shape[:3], 9, np.float32) for name in ("k_scales", "v_scales")}
+    else:
+        caches, options = [random(shape, dtype, seed) for seed in (2, 3)], {}
+    q_norm, k_norm = norms(kind.split()[0] if kind and kind != "int8" else "", head_dim, dtype)
+    options |= {"block_table": table, "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-5}
+    got = append(parts, turns, positions, caches, to_device, nbk.rotary_append, **options)
+    exact = [x.astype(np.float64) for x in parts]
+    copies = [c.copy() if int8_cache else c.astype(np.float64) for c in caches]
+    wanted_options = {name: x.copy() if name.endswith("scales") else x for name, x in options.items()}
+    want = append(exact, turns, positions, copies, lambda x: x, reference.rotary_append, **wanted_options)
+    assert relative_error(got[0], want[0]) < BOUND[dtype]
+    if not int8_cache:
+        for g, w in zip(got[1:], want[1:], strict=True):
+            assert relative_error(g, w) < BOUND[dtype]
+        np.testing.assert_array_equal(
+            got[2], want[2].astype(dtype), "v is copied, and the rest of the pages left alone"
+        )
+        return
+    # float32 against float64: a quotient within 2^-20 of a half may round the other way
+    for g, w in zip(got[1:3], want[1:3], strict=True):
+        difference = np.abs(g.astype(int) - w)
+        assert difference.max() <= 1 and difference.mean() < 1e-3
+    for g, w in zip(got[3:], want[3:], strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+    whole = np.abs(got[1].astype(int)).max(axis=-1)[got[3] != 9]
+    assert (whole == 127).all() and (got[3] != 9).sum() == batch * tokens * kv_heads
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_int8_without_pages_and_a_head_of_zeros(device, dtype):
+    parts = [random((2, 3, heads, 32), dtype, heads) for heads in (4, 2, 2)]
+    parts[1][0, 1, 0] = 0
+    caches = [np.full((2, 9, 2, 32), 5, np.int8) for _ in range(2)]
+    options = {name: np.full((2, 9, 2), 9, np.float32) for name in ("k_scales", "v_scales")}
+    positions = np.array([6, 0], np.int32)
+    got = append(parts, tables(9, 16), positions, caches, to_device, nbk.rotary_append, **options)
+    # v is quantised as it is: the same bits as those of the reference in float32
+    want = [c.copy() for c in caches]
+    wanted_options = {name: x.copy() for name, x in options.items()}
+    reference.rotary_append(*parts, *tables(9, 16), positions, *want, **wanted_options)
+    np.testing.assert_array_equal(got[2], want[1])
+    np.testing.assert_array_equal(got[4], wanted_options["v_scales"])
+    assert not got[1][0, 7, 0].any() and got[3][0, 7, 0] == 0
+
+
+def test_pages_outside_of_the_pool_write_nothing(device):
+    parts = [random((3, 2, heads, 32), BF16, heads) for heads in (2, 1, 1)]
+    cache = random((2, 16, 1, 32), BF16, 5)
+    table = np.array([[1, -1], [2, 0], [2**31 - 1, 0]], np.int32)
+    positions = np.array([15, 15, 0], np.int32)  # of each the first token, or the second, or none has a page
+    caches = [cache, cache.copy()]
+    q, _, v_cache = append(parts, tables(32, 16), positions, caches, to_device, nbk.rotary_append, block_table=table)
+    want = cache.copy()
+    want[1, 15] = parts[2][0, 0]
+    want[0, 0] = parts[2][1, 1]
+    np.testing.assert_array_equal(v_cache, want)
+    assert np.abs(q.astype(np.float32)).max(axis=-1).all(), "q is turned all the same"
+    with pytest.raises(ValueError, match="block_table: pages -1 to 1 of a pool of 2"):
+        reference.rotary_append(*parts, *tables(32, 16), positions, *caches, block_table=table)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, tokens, heads", [(65537, 1, 1), (1, 65537, 1), (1, 2, 65537)])
 def test_more_than_a_grid_axis_holds(device, batch, tokens, heads):

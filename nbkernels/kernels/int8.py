@@ -12,7 +12,7 @@ constant is taken off:
 from functools import cache
 
 import numpy as np
-from numba import cuda, uint32
+from numba import cuda, float32, uint32
 
 from nbkernels import ptx
 
@@ -95,3 +95,28 @@ def pair_from_int8x2(dtype):
 def scale_of_row(scale):
     """The scale of quantised activations, NaN where it is infinite: a row that holds an infinity has no numbers."""
     return scale if abs(scale) < INFINITY else ptx.float_from_bits(uint32(NAN_BITS))
+
+
+@cache
+def load_int8(width):
+    """load(pointer, index) -> ``width`` (1, 4 or 8) consecutive int8 as float32; the address is divisible by width."""
+    if width == 1:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            return (float32(pointer[index]),)
+
+    elif width == 4:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            return floats_from_int8x4(ptx.ld_global_nc(ptx.address(pointer, index)))
+
+    else:
+
+        @cuda.jit(device=True, inline="always")
+        def load(pointer, index):
+            w = ptx.ld_global_stream_v2(ptx.address(pointer, index))
+            return floats_from_int8x4(w[0]) + floats_from_int8x4(w[1])
+
+    return load

@@ -50,6 +50,16 @@ def overwrite(array, values):
     copy_from_host(array, values)
 
 
+def copy(destination, source):
+    """Copy a contiguous array into another of the same shape and dtype, both on the current device."""
+    if isinstance(destination, np.ndarray):
+        destination[...] = source
+        return
+    from nbkernels.launch.memory import copy as copy_on_device
+
+    copy_on_device(destination, source)
+
+
 def fetch(array):
     """An array as NumPy; from a device this waits for the work that makes it."""
     if isinstance(array, np.ndarray):

@@ -16,7 +16,7 @@ from nbkernels.model.config import CheckpointError
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.kv_cache import KVCache
 from nbkernels.model.sampling import SamplingOptions
-from nbkernels.model.session import Session
+from nbkernels.model.session import PAGE_SIZE, Session
 from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
 from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
 
@@ -225,8 +225,10 @@ class LanguageModel:
         with self.on_device():
             config = self.config
             dtype = self.transformer.dtype
-            cache = KVCache(config.layers, 1, len(ids), config.kv_heads, config.head_dim, dtype)
-            hidden = self.transformer.hidden(backend.place(np.asarray(ids, np.int32)[None]), cache)
+            pages = -(-len(ids) // PAGE_SIZE)
+            cache = KVCache(config.layers, config.kv_heads, config.head_dim, dtype, pages=pages, page_size=PAGE_SIZE)
+            placed = backend.place(np.asarray(ids, np.int32)[None])
+            hidden = self.transformer.hidden(placed, cache, [cache.add()])
             return backend.fetch(self.transformer.logits(hidden[0])).astype(np.float32)
 
     def perplexity(self, text, *, window=512):

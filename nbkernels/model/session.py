@@ -10,7 +10,7 @@ from nbkernels.launch.device import current
 from nbkernels.model import backend
 from nbkernels.model.kv_cache import KVCache
 
-CAPACITY_STEP = 256  # tokens: sessions of about one length can serve one another
+PAGE_SIZE = 256  # tokens: a lone sequence has its pages in a row, and the largest are the fewest to look up
 PREFILL_TOKENS = (
     512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
 )
@@ -26,8 +26,12 @@ class Session:
     def __init__(self, transformer, capacity):
         config = transformer.config
         self.transformer = transformer
-        capacity = min(config.context, -(-capacity // CAPACITY_STEP) * CAPACITY_STEP)
-        self.cache = KVCache(config.layers, 1, capacity, config.kv_heads, config.head_dim, transformer.dtype)
+        # whole pages: sessions of about one length can serve one another
+        pages = -(-min(config.context, capacity) // PAGE_SIZE)
+        self.cache = KVCache(
+            config.layers, config.kv_heads, config.head_dim, transformer.dtype, pages=pages, page_size=PAGE_SIZE
+        )
+        self.sequences = (self.cache.add(),)
         self.token = backend.zeros((1,), np.dtype(np.int32))
         # on a device they have one place, so that a replay finds it
         self.logits = None if backend.on_host() else backend.zeros((1, config.vocab), transformer.dtype)
@@ -36,11 +40,13 @@ class Session:
 
     def start(self, prompt_ids):
         """Forget everything and read a prompt. -> logits behind its last token."""
-        self.cache.reset()
+        self.cache.truncate(self.sequences[0], 0)
+        # all of it at once: no later step changes the table
+        self.cache.reserve(self.sequences, self.cache.capacity)
         ids = np.asarray(prompt_ids, np.int32)[None]
         for begin in range(0, len(prompt_ids), PREFILL_TOKENS):
             piece = backend.place(np.ascontiguousarray(ids[:, begin : begin + PREFILL_TOKENS]))
-            hidden = self.transformer.hidden(piece, self.cache)
+            hidden = self.transformer.hidden(piece, self.cache, self.sequences)
         return self.transformer.logits(hidden[:, -1], out=self.logits)
 
     def extend(self):
@@ -49,13 +55,13 @@ class Session:
             return self._step()
         if self._graph is None:
             return self._record()
-        self.cache.require(1)
+        self.cache.reserve(self.sequences, 1)
         self._graph.replay(backend.stream())
-        self.cache.used += 1
+        self.cache.count(self.sequences, 1)
         return self.logits
 
     def _step(self):
-        hidden = self.transformer.hidden(self.token.reshape(1, 1), self.cache)
+        hidden = self.transformer.hidden(self.token.reshape(1, 1), self.cache, self.sequences)
         return self.transformer.logits(hidden[:, -1], out=self.logits)
 
     def _record(self):
@@ -66,10 +72,10 @@ class Session:
         self._arena = Arena()
         with use_arena(self._arena):
             self._step()
-            if self.cache.used < self.cache.capacity:  # else there is no second step
+            if self.cache.length(*self.sequences) < self.cache.capacity:  # else there is no second step
                 graph = Graph()
                 with graph.capture(backend.stream()):
                     self._step()
-                self.cache.used -= 1  # recorded, not run
+                self.cache.count(self.sequences, -1)  # recorded, not run
                 self._graph = graph
         return self.logits

@@ -3,7 +3,7 @@
 A layer, with x the residual stream [batch, tokens, hidden]:
 
     q, k, v = rms_norm(x) · Wqkv                 one product; q, k, v are views of it
-    q, cache = rotary(q), cache + (rotary(k), v)
+    q, cache = rotary(q), cache + (rotary(k), v)        into the cache's pages
     x = attention(q, cache) · Wo + x
     gate, up = rms_norm(x) · Wgate_up            one product
     x = (silu(gate) · up) · Wdown + x
@@ -75,30 +75,35 @@ class Transformer:
             return self.ops.int8_matmul(x, weight, **self.int8_options, **options)
         return self.ops.matmul(x, weight, **options)
 
-    def hidden(self, ids, cache):
-        """The residual stream behind the last layer. ids int32 [batch, tokens] -> [batch, tokens, hidden]; cache is extended.
+    def hidden(self, ids, cache, sequences):
+        """The residual stream behind the last layer. ids int32 [batch, tokens] -> [batch, tokens, hidden].
 
-        ValueError where the tokens do not fit into the cache.
+        Row b extends the cache's sequence sequences[b]. Raises as ``KVCache.reserve`` where the tokens do not fit.
         """
         config, ops = self.config, self.ops
         batch, tokens = ids.shape
         q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        cache.begin(tokens)
+        step = cache.begin(sequences, tokens)
         x = ops.embedding(ids, self.embedding, dtype=self.dtype)  # [batch, tokens, hidden]
-        for layer, (k_cache, v_cache) in zip(self.layers, cache.layers, strict=True):
+        for layer, (k_pages, v_pages, k_scales, v_scales) in zip(self.layers, cache.layers, strict=True):
+            scales = {"k_scales": k_scales, "v_scales": v_scales}
             normed = ops.rms_norm(x, layer.attention_norm, eps=config.norm_eps)
             qkv = self.linear(normed, layer.qkv)  # [batch, tokens, (heads + 2·kv_heads)·head_dim]
             q = qkv[..., :q_width].reshape(batch, tokens, config.heads, config.head_dim)
             k = qkv[..., q_width : q_width + kv_width].reshape(batch, tokens, config.kv_heads, config.head_dim)
             v = qkv[..., q_width + kv_width :].reshape(batch, tokens, config.kv_heads, config.head_dim)
-            q = ops.rotary_append(q, k, v, self.cos, self.sin, cache.positions, k_cache, v_cache)
-            seen = ops.attention(q, k_cache, v_cache, causal=True, kv_lengths=cache.lengths)
+            q = ops.rotary_append(
+                q, k, v, self.cos, self.sin, step.positions, k_pages, v_pages, block_table=step.block_table, **scales
+            )
+            seen = ops.paged_attention(
+                q, k_pages, v_pages, step.block_table, step.lengths, prefix=step.prefix, **scales
+            )
             x = self.linear(seen.reshape(batch, tokens, q_width), layer.output, residual=x)
             normed = ops.rms_norm(x, layer.feed_forward_norm, eps=config.norm_eps)
             gate_up = self.linear(normed, layer.gate_up)  # [batch, tokens, 2·feed_forward]
             gated = ops.silu_mul(gate_up[..., : config.feed_forward], gate_up[..., config.feed_forward :])
             x = self.linear(gated, layer.down, residual=x)
-        cache.end(tokens)
+        cache.end(step)
         return x
 
     def logits(self, hidden, out=None):
