@@ -959,7 +959,7 @@ def plan(
 ):  # fmt: skip
     """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
 
-    int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which it leaves to another.
+    int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which another has walked.
     """
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
