@@ -538,7 +538,7 @@ def tensor_decode_kernel(
                 factors[2 * i + half] = ptx.ld_global_nc_f32(ptx.address(scales, tile + inside * stride))
 
     # a few registers fewer than the assembler would take give it a third block a multiprocessor; elsewhere they would spill
-    fits_three = int8_pages and strips == 1 and k_chunks <= 2 and not relative
+    fits_three = int8_pages and strips == 1 and k_chunks <= 2 and not relative and not prefixed
 
     @kernel(launch_bounds=(THREADS, 3) if fits_three else THREADS)
     def tensor_decode(
@@ -959,7 +959,7 @@ def plan(
 ):  # fmt: skip
     """(walk over the splits, merge or None, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
 
-    int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which another has walked.
+    int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which another takes.
     """
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
