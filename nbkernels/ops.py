@@ -1002,7 +1002,8 @@ def attention(
     Packed sequences of unequal length: q [total_q, heads, head_dim]; k, v [total_kv, kv_heads, head_dim]; query_offsets and
     kv_offsets int32 [batch + 1], ascending from 0: sequence b has queries query_offsets[b] to query_offsets[b + 1] - 1 and keys
     likewise, none of either is allowed, and its last query stands at its last key. Rows behind the last offset are not computed.
-    Offsets that don't ascend raise ValueError on the CPU; on the device the result is then wrong.
+    Offsets that don't ascend raise ValueError on the CPU; on the device nothing outside of the arrays is touched, and the result
+    is arbitrary.
     """
     call = _Call(
         stream, ("sinks", "kv_lengths", "query_offsets", "kv_offsets", "out"),

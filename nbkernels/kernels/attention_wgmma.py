@@ -67,6 +67,7 @@ BOX_ROW = 128  # its bytes
 BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not fit 24
 # head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
 # fits shared memory
 TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
@@ -156,7 +157,7 @@ def attention_wgmma_kernel(
     q_box, kv_box = tile_m * BOX_ROW, tile_n * BOX_ROW
     q_bytes, kv_bytes = columns * q_box, columns * kv_box
     threads = (consumers + 1) * WARPGROUP
-    few, many = REGISTERS[consumers]
+    few, many = (PACKED_REGISTERS if packed else REGISTERS)[consumers]
     score_count, sum_count, word_count = tile_n // 2, head_dim // 2, tile_n // 4
     n_blocks, d_blocks = tile_n // 8, head_dim // 8
     k_steps, v_steps = depth // 16, tile_n // 16
