@@ -6,6 +6,9 @@ meet in it; ``bar.warp.sync`` orders the lanes of a warp among themselves; an mb
 those who wait. Clusters are never ordered. Blocks of a cluster reach each other's shared memory only between two such orders:
 a block must be known to have started, and must know of the access when it exits.
 
+A kernel that has ``griddepcontrol.wait`` may start before those in front of it have ended. Until a thread has waited it may write
+no global memory, and read only arrays that none of those writes: which it read is kept (``read_early``) for who knows them all.
+
 Every granule of memory (as wide as the kernel's narrowest access) remembers its last writer, its last reader, and the last
 reader of another warp than that one, each as a 64-bit stamp:
 
@@ -79,6 +82,8 @@ class Checks:
         # a kernel that passes data between blocks by atomics and fences orders them in a way that is not followed here
         self.crosses_blocks = crosses_blocks
         self.lane_warp = np.arange(m.lanes) // WARP % self.warps
+        self.starts_early = any(tuple(i.opcode[:2]) == ("griddepcontrol", "wait") for i in self.instructions)
+        self.waited = np.zeros(m.lanes, bool)
 
     # ---- the course of a launch -----------------------------------------------------------------------------------------
 
@@ -88,12 +93,15 @@ class Checks:
         self.listed = {}  # base of an array nobody has written -> accesses listed, or None where they were too many
         self.listed_accesses = 0
         self.disabled = False
+        self.written_arrays = set()  # the bases of arrays in global memory that the launch writes
+        self.read_early = {}  # base of an array that is read by threads that have not waited -> where
 
     def start_batch(self):
         """New blocks: nothing written, nobody ordered."""
         m = self.machine
         self.shared_written[:] = 0
         self.local_written[:] = 0
+        self.waited[:] = False
         self.shared_shadow.clear()
         columns = self.warps
         self.clock = np.zeros((m.clusters, self.warps, columns), np.int64)
@@ -176,6 +184,25 @@ class Checks:
         """Warps of the group acquire what clocks [warps of the group, columns] hold."""
         clusters, warps = self._warps_of(group)
         self.clock[clusters, warps] = np.maximum(self.clock[clusters, warps], clocks)
+
+    # ---- kernels that overlap -------------------------------------------------------------------------------------------
+
+    def wait_for_kernels(self, group):
+        """Lanes have waited for the kernels in front of this one."""
+        self.waited[group.lanes] = True
+
+    def _note_array(self, instruction, lanes, buffer, writes):
+        """Lanes [n] touch an array in global memory."""
+        if writes:
+            self.written_arrays.add(buffer.base)
+        if not self.starts_early:
+            return
+        early = ~self.waited[lanes]
+        if early.any():
+            where = self.machine.where(instruction, int(lanes[np.argmax(early)]))
+            if writes:
+                raise RaceError(f"{where}: writes, and has not waited for the kernels in front of this one")
+            self.read_early.setdefault(buffer.base, where)
 
     # ---- clusters -------------------------------------------------------------------------------------------------------
 
@@ -281,6 +308,9 @@ class Checks:
             return
         kept.append((offsets, size, stamps))
 
+    def _is_global(self, buffer):
+        return buffer is not self.machine.shared and buffer is not self.machine.local
+
     def _written_of(self, buffer):
         m = self.machine
         if buffer is m.shared:
@@ -292,6 +322,9 @@ class Checks:
         strong = mode in ("atomic", "strong read", "strong write")
         mode = mode.removeprefix("strong ")
         reads = mode in ("read", "atomic")
+        if self._is_global(buffer):
+            lanes = group.lanes if which is None else group.lanes[which]
+            self._note_array(instruction, lanes, buffer, mode != "read")
         written = self._written_of(buffer)
         if written is not None:
             unit = min(size, 8)
@@ -413,6 +446,8 @@ class Checks:
     def bulk_access(self, instruction, lane, buffer, offsets, size, mode):
         """Pieces of a bulk copy of a lane touch bytes of a buffer: ``size`` bytes at each of offsets [n]."""
         reads = "read" in mode
+        if self._is_global(buffer):
+            self._note_array(instruction, np.array([lane]), buffer, not reads)
         written = self._written_of(buffer)
         if written is not None:
             span = offsets[:, None] + np.arange(size)

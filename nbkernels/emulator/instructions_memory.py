@@ -579,12 +579,18 @@ def bind_rank_of_address(m, i):
 
 
 @instruction(
-    "membar", "fence", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "griddepcontrol", "pmevent",
-    "setmaxnreg",
+    "membar", "fence", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "pmevent", "setmaxnreg",
+    "griddepcontrol.launch_dependents",
 )  # fmt: skip
 def bind_nothing(m, i):
     """Orders, hints and sleeps: memory here is in order and has no caches."""
     return None
+
+
+@instruction("griddepcontrol.wait")
+def bind_wait_for_kernels(m, i):
+    """Launches follow one another here; the checks know what a thread may not touch before it has waited."""
+    return None if m.checks is None else m.checks.wait_for_kernels
 
 
 @instruction("createpolicy")

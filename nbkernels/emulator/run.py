@@ -21,7 +21,7 @@ from nbkernels.emulator import (  # noqa: F401  the instruction modules enter th
 from nbkernels.emulator.calls import with_calls_inlined
 from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.counters import Counters, Report
-from nbkernels.emulator.errors import LaunchError
+from nbkernels.emulator.errors import LaunchError, RaceError
 from nbkernels.emulator.machine import BATCH_LANES, SHARED_START, WARP, Machine, align, cluster_of
 from nbkernels.emulator.memory import GlobalMemory
 from nbkernels.emulator.parser import parse
@@ -47,12 +47,14 @@ class Emulator:
         self.memory = GlobalMemory()
         self.machines = OrderedDict()
 
-    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0, count=False):
+    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0, count=False, chain=None):
         """Run an entry of a PTX text over a grid of blocks; returns when it is done.
 
         entry_name: None where the text has one entry. grid, block: an int or up to three. args: for each parameter a NumPy
         array (its address is passed; it is written in place), or a Python, NumPy or ctypes number. count: return a Report
-        of what was done, by source line. Raises EmulatorError.
+        of what was done, by source line. chain: of launches that may overlap, a dict that the calls share (at first empty): an
+        array that a kernel reads before its ``griddepcontrol.wait`` must not be one that a launch of the chain has written.
+        Raises EmulatorError.
         """
         grid, block = three(grid, "grid"), three(block, "block")
         module = parse(ptx_text)
@@ -79,6 +81,8 @@ class Emulator:
             machine.limit = machine.executed + (self.instruction_limit or float("inf"))
             with self.lock:
                 machine.run(grid, packed)
+                if chain is not None and machine.checks is not None:
+                    _check_chain(machine, chain)
         finally:
             for address in registered:
                 self.memory.unregister(address)
@@ -155,6 +159,16 @@ class Emulator:
                 f"wanted {parameter.size}"
             )
         return data
+
+
+def _check_chain(machine, chain):
+    """chain: base of an array -> the kernel that wrote it last, of those that may still run when this one starts."""
+    for base, where in machine.checks.read_early.items():
+        if base in chain:
+            raise RaceError(
+                f"{where}: reads what {chain[base]} writes, and has not waited for the kernels in front of this one"
+            )
+    chain.update(dict.fromkeys(machine.checks.written_arrays, machine.name))
 
 
 def _check_cluster(function, grid):

@@ -21,6 +21,7 @@ from functools import lru_cache
 from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_stream, matmul_tiles, matmul_wgmma
 from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
+from nbkernels.launch import overlap
 from nbkernels.launch.launcher import launch
 from nbkernels.launch.tensor_map import describes
 
@@ -74,14 +75,19 @@ def alignment(x, weight, bias, residual, out, arch):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_count):
-    """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0."""
+def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_count, overlapping=False):
+    """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0.
+
+    overlapping: whether kernels may start before those in front of them have ended (``launch.overlap``).
+    """
     # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
     if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
         large = columns * depth * (2 if weight == "dense" else 1) >= STREAM_BYTES
         deep = rows > FEW_ROWS or (weight != "dense" and depth >= STREAM_DEPTH)
         if rows <= matmul_stream.MOST_ROWS and large and deep and aligned.maps:
-            return matmul_stream.plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count)
+            return matmul_stream.plan(
+                rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, overlap=overlapping
+            )
         # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
         few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
         if few and aligned.fragments:
@@ -110,7 +116,8 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device):
         matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream)
         return
-    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count)
+    early = overlap.wanted(device)
+    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count, early)
     if chosen.factory is matmul_stream.matmul_stream_kernel:
         matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
         return

@@ -22,6 +22,12 @@ int8 as in ``matmul_tiles``: ldmatrix brings four consecutive k of a weight row 
 16-bit fragment, and x's fragment is read in the same order of k. With a scale a group of columns, products of a group are summed
 from zero and then added times the scale, in float32.
 
+Where kernels overlap (``launch.overlap``), a block fills its ring with the weight before it waits for the kernel in front of it,
+and asks for x after that; rings are then half as large, so that two kernels' blocks have room on a multiprocessor:
+
+    this kernel      |w w w w: the ring is full    wait|x x x x, multiply …
+    the one before   … multiply ............... merge |
+
 How k is cut depends on the weight and the GPU alone: a row of y has the same bits whatever stands in the other rows, and however
 many.
 """
@@ -48,6 +54,7 @@ from nbkernels.ptx.bulk import tensor_map as tensor_map_type
 from nbkernels.ptx.mbarrier import (
     barrier_sync,
     fence_mbarrier_init,
+    fence_proxy_async,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -65,6 +72,7 @@ FRAGMENT_BYTES = FRAGMENT_COLUMNS * ROW_BYTES
 K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 rows
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
+OVERLAP_RING_BYTES = 98 * 1024  # where the next kernel's block has its ring beside this one's
 MOST_DIRECT = 32  # sums a lane that an epilogue takes out of registers
 MERGE_UNROLL = 4  # partial sums a thread has in flight
 
@@ -72,6 +80,11 @@ MERGE_UNROLL = 4  # partial sums a thread has in flight
 def step_columns(weight):
     """k of a step: ROW_BYTES of a weight row."""
     return ROW_BYTES // (2 if weight == "dense" else 1)
+
+
+def _two_fit(weight, row_tiles):
+    """Whether a multiprocessor's registers hold two blocks without spills."""
+    return weight != "groups" or row_tiles < 8
 
 
 def _stage_bytes(weight, row_tiles, tile_n):
@@ -219,11 +232,13 @@ def block_of(unit, share, extra):
     return uint32(extra + uint32(uint32(unit - longer) // share))
 
 
-def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue):
+def matmul_stream_kernel(
+    dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue, overlap=False
+):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, scale a group_size, a multiple of 32).
 
     row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. One warp
-    more brings everything in.
+    more brings everything in. overlap: it may start before the kernel in front of it has ended.
     """
     dense, groups = weight == "dense", weight == "groups"
     step_k = step_columns(weight)
@@ -250,7 +265,14 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
 
-    @kernel(launch_bounds=(consumer_threads + ptx.WARP, 1))
+    @cuda.jit(device=True, inline="always")
+    def prefetch_scales(scales, scale_stride, tile, k, columns, lane):
+        """The scales of a unit on their way too: the warps ask for them only a step before they need them."""
+        for i in range(tile_n // 32):
+            row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(32 * i) + lane), columns - uint32(1))
+            ptx.prefetch_l2(ptx.address(scales, int64(row) * scale_stride + int64(uint32(k // uint32(group_size)))))
+
+    @kernel(launch_bounds=(consumer_threads + ptx.WARP, 2 if overlap and _two_fit(weight, row_tiles) else 1))
     def matmul_stream(
         weight_map: tensor_map_type,
         x_map: tensor_map_type,
@@ -277,6 +299,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
         lane = ptx.lane_id()
         warp = ptx.shfl_idx_u32(uint32(thread >> uint32(5)), uint32(0))  # known to be the same in all lanes
         block = uint32(cuda.blockIdx.x)
+        if overlap:
+            ptx.launch_dependents()
         if thread == uint32(0):
             for s in range(stages):
                 mbarrier_init(uint32(base + uint32(full_at + 8 * s)), uint32(1))
@@ -295,14 +319,40 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
             weight_at, x_at = tensor_map_address(weight_map), tensor_map_address(x_map)
             prefetch_tensor_map(weight_at)
             prefetch_tensor_map(x_at)
+            brought_end = unit
+            if overlap:
+                # as much of the weight as there is room for
+                brought_end = min(end, uint32(unit + uint32(stages)))
+                to_bring, at_tile, at_step, at_stage = unit, tile, step, uint32(0)
+                while to_bring < brought_end:
+                    k = uint32(at_step * uint32(step_k))
+                    if lane == uint32(0):
+                        full = uint32(base + uint32(at_stage << uint32(3)))
+                        to = uint32(ring + uint32(at_stage * uint32(stage_bytes)))
+                        mbarrier_expect(full, uint32(stage_bytes))
+                        tensor_load_2d_hint(
+                            to, weight_at, k, uint32(at_tile * uint32(tile_n)), full, uint64(EVICT_FIRST)
+                        )
+                    if groups:
+                        prefetch_scales(scales, scale_stride, at_tile, k, columns, lane)
+                    ptx.warp_sync()
+                    to_bring = uint32(to_bring + uint32(1))
+                    at_stage = uint32(at_stage + uint32(1))
+                    at_step = uint32(at_step + uint32(1))
+                    if at_step == steps:
+                        at_step = uint32(0)
+                        at_tile = uint32(at_tile + uint32(1))
+                ptx.griddep_wait()
+                fence_proxy_async()  # x was written by plain stores, and is read by copies
             while unit < end:
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(uint32(full + uint32(free_at - full_at)), uint32(parity ^ uint32(1)))
                 k = uint32(step * uint32(step_k))
                 if lane == uint32(0):
                     to = uint32(ring + uint32(stage * uint32(stage_bytes)))
-                    mbarrier_expect(full, uint32(stage_bytes))
-                    tensor_load_2d_hint(to, weight_at, k, uint32(tile * uint32(tile_n)), full, uint64(EVICT_FIRST))
+                    if not overlap or unit >= brought_end:
+                        mbarrier_expect(full, uint32(stage_bytes))
+                        tensor_load_2d_hint(to, weight_at, k, uint32(tile * uint32(tile_n)), full, uint64(EVICT_FIRST))
                     for i in range(x_boxes):
                         tensor_load_2d(
                             uint32(to + uint32(tile_bytes + i * x_box_bytes)),
@@ -311,13 +361,8 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                             uint32(0),
                             full,
                         )
-                if groups:
-                    # the scales on their way too: the warps ask for them only a step before they need them
-                    for i in range(tile_n // 32):
-                        row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(32 * i) + lane), columns - uint32(1))
-                        ptx.prefetch_l2(
-                            ptx.address(scales, int64(row) * scale_stride + int64(uint32(k // uint32(group_size))))
-                        )
+                if groups and (not overlap or unit >= brought_end):
+                    prefetch_scales(scales, scale_stride, tile, k, columns, lane)
                 ptx.warp_sync()
                 unit = uint32(unit + uint32(1))
                 step = uint32(step + uint32(1))
@@ -373,6 +418,9 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
                         scale_rows[i] += uint64(uint32(first_scale << uint32(2)))
                     ahead[i] = float32(0.0)
                 load_scales(scale_rows, step, depth, ahead)
+            if overlap:
+                # before anything is written; where x has come it is over
+                ptx.griddep_wait()
             unit = uint32(first_unit + last)
             while step < last:
                 if groups:
@@ -483,23 +531,36 @@ def matmul_stream_kernel(dtype, weight, group_size, row_tiles, column_tiles, con
 
 @lru_cache(maxsize=4096)
 def plan(
-    rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, shape=(1, 8), ring_bytes=RING_BYTES, on_one=1
+    rows,
+    columns,
+    depth,
+    dtype,
+    weight,
+    group_size,
+    epilogue,
+    sm_count,
+    shape=(1, 8),
+    ring_bytes=None,
+    on_one=1,
+    overlap=False,
 ):
-    """rows up to MOST_ROWS; weight and group_size (0 where there is none) as ``matmul_stream_kernel``.
+    """rows up to MOST_ROWS; weight, group_size (0 where there is none) and overlap as ``matmul_stream_kernel``.
 
-    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes.
+    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
     """
     column_tiles, consumers = shape
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     row_tiles = 1
     while FRAGMENT_ROWS * row_tiles < rows:
         row_tiles *= 2
+    if ring_bytes is None:
+        ring_bytes = OVERLAP_RING_BYTES if overlap and _two_fit(weight, row_tiles) else RING_BYTES
     stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
     stages = ring_bytes // stage_bytes
     blocks = blocks_for(*cut(columns, depth, weight, tile_n), sm_count * on_one)
     # in front of the ring its mbarriers, and what is lost to alignment
     shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
-    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue)
+    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue, overlap)
     return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
 
 
@@ -518,7 +579,7 @@ def cut(columns, depth, weight, tile_n):
 
 def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     """Launch what ``plan`` chose; arrays as ``matmul.multiply``, scales float32 [columns, groups] or None."""
-    _, kind, _, row_tiles, column_tiles, consumers, _, _ = chosen.constants
+    _, kind, _, row_tiles, column_tiles, consumers, *_ = chosen.constants
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     rows, depth = x.shape
     columns = weight.shape[0]

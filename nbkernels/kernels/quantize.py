@@ -14,6 +14,7 @@ Of several groups a warp takes one, in two walks: the maximum, then the values; 
 Both divisions round as true ones, so that the bits equal the reference's: a reciprocal rounds some halves the other way.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from numba import cuda, float32, int8, int64, uint32
@@ -204,12 +205,14 @@ def quantize_kernel(dtype):
 
 @lru_cache(maxsize=4096)
 def plan(rows, columns, groups, dtype, walk, clusters=False):
-    """rows, groups > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``. A warp takes one of several groups."""
+    """rows, groups > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``. A warp takes one of several groups.
+
+    Nothing overlaps with it: the product behind it may read its weight before it waits.
+    """
     if groups == 1 and columns:
-        return plan_rows(
-            quantize_rows_kernel, tiled_quantize_rows_kernel, rows, columns, dtype, walk, clusters=clusters
-        )
-    return Plan(quantize_kernel, (dtype,), (-(-rows * groups // WARPS), 1, 1), (THREADS, 1, 1))
+        factories = quantize_rows_kernel, tiled_quantize_rows_kernel
+        return replace(plan_rows(*factories, rows, columns, dtype, walk, clusters=clusters), early=False)
+    return Plan(quantize_kernel, (dtype,), (-(-rows * groups // WARPS), 1, 1), (THREADS, 1, 1), early=False)
 
 
 def cost(rows, columns, groups, dtype):

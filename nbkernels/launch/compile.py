@@ -70,9 +70,13 @@ def cache_folder():
 
 
 @lru_cache(maxsize=1024)
-def ptx(factory, constants, arch):
-    """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a", from the disk where it is kept. No GPU."""
-    return _kept(factory, constants, arch, "ptx", lambda: _translate(factory, constants, arch).encode()).decode()
+def ptx(factory, constants, arch, early=False):
+    """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a", from the disk where it is kept. No GPU.
+
+    early: it may be launched before its predecessor has ended (``overlap``): one that does not itself wait for that does first.
+    """
+    text = _kept(factory, constants, arch, "ptx", lambda: _translate(factory, constants, arch).encode()).decode()
+    return _with_wait(text) if early else text
 
 
 def _translate(factory, constants, arch):
@@ -265,6 +269,22 @@ def _with_cluster(text, kernel_name, cluster):
     return re.sub(rf"(\.entry\s+{kernel_name}\([^)]*\))", rf"\1\n{directives}", text, count=1)
 
 
+def _with_wait(text):
+    """The entry lets its dependents start, and waits for what it depends on, before anything else, unless it waits itself.
+
+    Kernels that change their register count are left as they are: their way to a cubin is by LLVM IR (``_link``).
+    """
+    if waits(text) or "setmaxnreg" in text:
+        return text
+    instructions = "\tgriddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;\n"
+    return re.sub(r"(\.entry\s+\w+\([^)]*\)[^{]*\{\n)", rf"\1{instructions}", text, count=1)
+
+
+def waits(text):
+    """Whether a kernel in PTX waits for the kernel before it, and so may start before that one has ended."""
+    return "griddepcontrol.wait" in text
+
+
 def _labels_stand(text):
     """Whether every label that a branch names is in the text."""
     return set(re.findall(r"bra(?:\.uni)?\s+(\$\w+);", text)) <= set(re.findall(r"^(\$\w+):", text, re.MULTILINE))
@@ -346,19 +366,19 @@ def _key(factory, constants, arch):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def cubin(factory, constants, arch):
-    """(cubin bytes, entry name) of ``factory(*constants)``, from the disk where it has been compiled before.
+def cubin(factory, constants, arch, early=False):
+    """(cubin bytes, entry name) of ``factory(*constants)``, from the disk where it has been compiled before; early as ``ptx``.
 
     The file is named by a digest of the kernel's source and that of every module it imports, the constants, the
     architecture and the compiler's versions. A file that was damaged is compiled again.
     """
 
     def make():
-        text = ptx(factory, constants, arch)
+        text = ptx(factory, constants, arch, early)
         code = _link(factory, constants, arch) if "setmaxnreg" in text else _assemble(text, arch)
         return entry_name(text).encode() + b"\0" + code
 
-    name, _, code = _kept(factory, constants, arch, "cubin", make).partition(b"\0")
+    name, _, code = _kept(factory, constants, arch, "early.cubin" if early else "cubin", make).partition(b"\0")
     return code, name.decode()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from nbkernels.arrays import DeviceArray, contiguous_strides
 from nbkernels.emulator import Emulator
+from nbkernels.launch import overlap
 from nbkernels.launch.compile import ptx
 from nbkernels.launch.tensor_map import TensorMap
 
@@ -81,13 +82,21 @@ def observed():
 
 def launch_emulated(plan, arguments, device):
     """Run a plan to its end; EmulatorError names what a kernel did wrong."""
-    text = ptx(plan.factory, plan.constants, device.arch)
+    early = plan.early and overlap.wanted(device)
+    text = ptx(plan.factory, plan.constants, device.arch, early)
     done, seen = _counted.get(), _observed.get()
     if seen is not None:
         seen.append(plan)
     arguments = [a.data if type(a) is TensorMap else a for a in arguments]
     report = emulator().launch(
-        text, None, plan.grid, plan.block, arguments, shared_bytes=plan.shared_bytes, count=done is not None
+        text,
+        None,
+        plan.grid,
+        plan.block,
+        arguments,
+        shared_bytes=plan.shared_bytes,
+        count=done is not None,
+        chain=overlap.written() if early else None,
     )
     if done is not None:
         done.append((plan, report))

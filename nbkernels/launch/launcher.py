@@ -8,21 +8,26 @@ import threading
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-from nbkernels.launch.compile import cubin
+from nbkernels.launch import overlap
+from nbkernels.launch.compile import cubin, ptx, waits
 from nbkernels.launch.device import DeviceError
-from nbkernels.launch.replay import note_launch
+from nbkernels.launch.replay import launch_early, note_launch
 from nbkernels.launch.tensor_map import TensorMap
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: a kernel factory and its constants, the grid and block in threads, dynamic shared memory in bytes."""
+    """One launch: a kernel factory and its constants, the grid and block in threads, dynamic shared memory in bytes.
+
+    early: whether inside ``overlap.overlapping`` it may start before its predecessor has ended, and let its successor do so.
+    """
 
     factory: object
     constants: tuple
     grid: tuple
     block: tuple
     shared_bytes: int = 0
+    early: bool = True
 
 
 # the C type of a kernel parameter by its Numba type's name; pointers are all one
@@ -36,13 +41,14 @@ _C_TYPES = {
 
 
 class LoadedKernel:
-    """A kernel on the device, with its argument buffers."""
+    """A kernel on the device, with its argument buffers. early: it waits for its predecessor, and may start before that ends."""
 
-    def __init__(self, factory, constants, arch):
+    def __init__(self, factory, constants, arch, early):
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        code, name = cubin(factory, constants, arch)
+        code, name = cubin(factory, constants, arch, early)
+        self.early = early and waits(ptx(factory, constants, arch, early))
         self.module = ObjectCode.from_cubin(code)
         self.kernel = self.module.get_kernel(name)
         self.handle = driver.CUfunction(int(self.kernel.handle))
@@ -82,14 +88,14 @@ _loading = threading.Lock()
 
 
 @cache
-def _loaded(factory, constants, arch):
-    return LoadedKernel(factory, constants, arch)
+def _loaded(factory, constants, arch, early):
+    return LoadedKernel(factory, constants, arch, early)
 
 
-def load(factory, constants, arch):
-    """The kernel of ``factory(*constants)`` on the device, compiled on first use."""
+def load(factory, constants, arch, early=False):
+    """The kernel of ``factory(*constants)`` on the device, compiled on first use; early as ``compile.ptx``."""
     with _loading:  # two threads that need one kernel must not both compile it
-        return _loaded(factory, constants, arch)
+        return _loaded(factory, constants, arch, early)
 
 
 def launch(plan, arguments, device, stream=0):
@@ -102,9 +108,11 @@ def launch(plan, arguments, device, stream=0):
 
         launch_emulated(plan, arguments, device)
         return
-    kernel = _kernels.get((plan.factory, plan.constants))
+    early = plan.early and overlap.wanted(device)
+    kernel = _kernels.get((plan.factory, plan.constants, early))
     if kernel is None:
-        kernel = _kernels[(plan.factory, plan.constants)] = load(plan.factory, plan.constants, device.arch)
+        kernel = load(plan.factory, plan.constants, device.arch, early)
+        _kernels[(plan.factory, plan.constants, early)] = kernel
     if len(arguments) != kernel.count:
         raise TypeError(f"{plan.factory.__name__}: {len(arguments)} arguments for {kernel.count} parameters")
     with kernel.lock:
@@ -119,9 +127,12 @@ def launch(plan, arguments, device, stream=0):
             else:
                 # a negative int32 in two's complement has the right low half
                 values[i] = argument & 0xFFFFFFFFFFFFFFFF
-        status = _launch_function()(
-            kernel.handle, *plan.grid, *plan.block, plan.shared_bytes, stream, kernel.address, 0
-        )
+        if overlap.follows(stream) and kernel.early:
+            status = launch_early(kernel, plan, stream)
+        else:
+            status = _launch_function()(
+                kernel.handle, *plan.grid, *plan.block, plan.shared_bytes, stream, kernel.address, 0
+            )
     if int(status[0]) != 0:
         check(status)
     note_launch(kernel, plan, arguments)

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 from nbkernels.arrays import Int8Weight
+from nbkernels.launch import overlap
 from nbkernels.launch.device import chosen_device
 from nbkernels.launch.tensor_map import TensorMap
 
@@ -65,6 +66,17 @@ def forbid():
         note.repeatable = False
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of the driver's interface: an identifier, padding, and a value of 64 bytes."""
+
+    _fields_ = (("identifier", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one in front of it has ended
+_EARLY = _Attribute(6, 0, (1,))
+_EARLY_ADDRESS = ctypes.addressof(_EARLY)
+
+
 class _Config(ctypes.Structure):
     """CUlaunchConfig of the driver's interface."""
 
@@ -82,6 +94,16 @@ def _driver():
     """(cuLaunchKernelEx, cuTensorMapReplaceAddress), called without a conversion of arguments: they are kept as C values."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     return library.cuLaunchKernelEx, library.cuTensorMapReplaceAddress
+
+
+def launch_early(kernel, plan, stream):
+    """Launch a LoadedKernel, its arguments written, so that it may start before its predecessor has ended -> (CUresult,)."""
+    from cuda.bindings import driver
+
+    config = _Config(*plan.grid, *plan.block, plan.shared_bytes, stream, _EARLY_ADDRESS, 1)
+    launch_kernel, _ = _driver()
+    status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(int(kernel.handle)), kernel.pointers, None)
+    return (driver.CUresult(status),)
 
 
 class _Launch:
@@ -113,7 +135,7 @@ class _Launch:
                 continue
             inside = next((a for a, nbytes in scratch.items() if a < argument < a + nbytes), argument)
             self.slots.append((i, operands.index(inside), argument - inside))  # ValueError where it is no operand's
-        self.config = _Config(*plan.grid, *plan.block, plan.shared_bytes)
+        self.config = _Config(*plan.grid, *plan.block, plan.shared_bytes, None, _EARLY_ADDRESS, 0)
         self.call = (
             ctypes.c_void_p(ctypes.addressof(self.config)),
             ctypes.c_void_p(int(kernel.handle)),
@@ -200,6 +222,7 @@ class _Record:
                 for _, described, operand in launch.maps:
                     replace_address(described, ctypes.c_void_p(pointers[operand]))
                 launch.config.stream = stream
+                launch.config.attribute_count = 1 if overlap.follows(stream) and launch.kernel.early else 0
                 if launch_kernel(*launch.call):
                     return NotImplemented  # the full call says what is wrong
         if self.single:
@@ -232,7 +255,7 @@ def replayed(function):
                 return operation(*args, **kwargs)
             return function(*args, **kwargs)
         # all that a call may depend on, save the addresses themselves
-        tensors, pointers, key = [], [], [chosen_device()]
+        tensors, pointers, key = [], [], [chosen_device(), overlap.entered()]
         for value in args:
             _describe(value, tensors, pointers, key)
         for name, value in kwargs.items():

@@ -32,6 +32,7 @@ from nbkernels.ptx.convert import (
     floats_from_bf16x2,
     floats_from_f16x2,
 )
+from nbkernels.ptx.dependent import griddep_wait, launch_dependents
 from nbkernels.ptx.memory import (
     address,
     atomic_add,
