@@ -815,6 +815,8 @@ def attention(
     soft_cap=None,
     sinks=None,
     kv_lengths=None,
+    query_offsets=None,
+    kv_offsets=None,
     out=None,
     stream=None,
 ):
@@ -826,33 +828,62 @@ def attention(
     with its own, and so is causal. A row that sees nothing is zero. scale: default 1 / sqrt(head_dim). soft_cap, above 0 and
     up to 1000: scores become soft_cap · tanh(score / soft_cap). sinks float32 [heads]: a score each that joins the softmax's
     sum, and has no value.
+
+    Packed sequences of unequal length: q [total_q, heads, head_dim]; k, v [total_kv, kv_heads, head_dim]; query_offsets and
+    kv_offsets int32 [batch + 1], ascending from 0: sequence b has queries query_offsets[b] to query_offsets[b + 1] - 1 and keys
+    likewise, none of either is allowed, and its last query stands at its last key. Rows behind the last offset are not computed.
+    Offsets that don't ascend raise ValueError on the CPU; on the device nothing outside of the arrays is touched, and the result
+    is arbitrary.
     """
-    call = _Call(stream, ("sinks", "kv_lengths", "out"), q=q, k=k, v=v, sinks=sinks, kv_lengths=kv_lengths, out=out)
+    call = _Call(
+        stream, ("sinks", "kv_lengths", "query_offsets", "kv_offsets", "out"),
+        q=q, k=k, v=v, sinks=sinks, kv_lengths=kv_lengths, query_offsets=query_offsets, kv_offsets=kv_offsets, out=out,
+    )  # fmt: skip
     dtype = _check_float(q=call.q, k=call.k, v=call.v)
-    _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
-    _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
-    batch, _, heads, head_dim = call.q.shape
-    kv_len, kv_heads = call.k.shape[1:3]
-    _check_shape("k", call.k, (batch, kv_len, kv_heads, head_dim))
+    packed = call.query_offsets is not None
+    if packed != (call.kv_offsets is not None):
+        missing, given = ("kv_offsets", "query_offsets") if packed else ("query_offsets", "kv_offsets")
+        raise TypeError(f"{missing}: None, wanted an array as {given}")
+    if packed:
+        _check_axes("q", call.q, ("total_q", "heads", "head_dim"))
+        _check_axes("k", call.k, ("total_kv", "kv_heads", "head_dim"))
+        _check_dtype(np.int32, query_offsets=call.query_offsets, kv_offsets=call.kv_offsets)
+        _check_axes("query_offsets", call.query_offsets, ("batch + 1",))
+        if call.query_offsets.shape[0] == 0:
+            raise ValueError("query_offsets: shape (0,), wanted at least one offset")
+        _check_shape("kv_offsets", call.kv_offsets, call.query_offsets.shape)
+        if call.kv_lengths is not None:
+            raise TypeError("kv_lengths: an array, wanted None: kv_offsets say how many keys a packed sequence has")
+    else:
+        _check_axes("q", call.q, ("batch", "q_len", "heads", "head_dim"))
+        _check_axes("k", call.k, ("batch", "kv_len", "kv_heads", "head_dim"))
+    heads, head_dim = call.q.shape[-2:]
+    kv_heads = call.k.shape[-2]
+    _check_shape("k", call.k, (*(() if packed else call.q.shape[:1]), call.k.shape[-3], kv_heads, head_dim))
     _check_shape("v", call.v, call.k.shape)
     _check_attention(heads, kv_heads, head_dim, scale, window, soft_cap, call.sinks, "k")
     _check_dtype(np.int32, kv_lengths=call.kv_lengths)
-    _check_shape("kv_lengths", call.kv_lengths, (batch,))
+    _check_shape("kv_lengths", call.kv_lengths, call.q.shape[:1])
     if call.on_host:
         _check_out(call, call.q.shape, dtype)
         value = reference.attention(
             call.q, call.k, call.v, causal=causal, scale=scale, window=window, soft_cap=soft_cap, sinks=call.sinks,
-            kv_lengths=call.kv_lengths,
+            kv_lengths=call.kv_lengths, query_offsets=call.query_offsets, kv_offsets=call.kv_offsets,
         )  # fmt: skip
         return _finish_host(value, q, out)
-    _check_contiguous_last(q=call.q, k=call.k, v=call.v, sinks=call.sinks, kv_lengths=call.kv_lengths, out=call.out)
+    _check_contiguous_last(
+        q=call.q, k=call.k, v=call.v, sinks=call.sinks, kv_lengths=call.kv_lengths,
+        query_offsets=call.query_offsets, kv_offsets=call.kv_offsets, out=call.out,
+    )  # fmt: skip
     y = call.result(call.q.shape, dtype, out)
     _check_overlap(call.out, other=[("q", call.q), ("k", call.k), ("v", call.v)])
-    if y.size:
+    offsets = (call.query_offsets, call.kv_offsets) if packed else None
+    if y.size and (not packed or offsets[0].size > 1):
+        q4, k4, v4, y4 = (x.reshape(1, *x.shape) if packed else x for x in (call.q, call.k, call.v, y))
         _kernels("attention").run(
-            call.q, call.k, call.v, bool(causal), head_dim**-0.5 if scale is None else float(scale),
+            q4, k4, v4, bool(causal), head_dim**-0.5 if scale is None else float(scale),
             None if window is None else int(window), None if soft_cap is None else float(soft_cap), call.sinks,
-            call.kv_lengths, y, call.device, call.stream,
+            call.kv_lengths, offsets, y4, call.device, call.stream,
         )  # fmt: skip
     return call.hand_out(y, call.returned)
 

@@ -6,6 +6,7 @@ the dtype of the (first) input. Shapes are checked by ``nbkernels.ops``, which i
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 
@@ -230,14 +231,43 @@ def _visible(q_len, n, causal, window):
     return (behind >= 0) & (behind < (n if window is None else window))
 
 
-def attention(q, k, v, *, causal=False, scale=None, window=None, soft_cap=None, sinks=None, kv_lengths=None):
+def _parts(name, offsets, total):
+    """Offsets of packed sequences -> a slice of the rows for each; ValueError where they don't ascend from 0 to at most total."""
+    given = offsets.tolist()
+    if given[0] != 0 or given[-1] > total or any(a > b for a, b in pairwise(given)):
+        raise ValueError(f"{name}: {given}, wanted numbers that ascend from 0 to at most {total}")
+    return [slice(a, b) for a, b in pairwise(given)]
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    kv_lengths=None,
+    query_offsets=None,
+    kv_offsets=None,
+):
     """softmax(scale · q kᵀ, masked) v, head by head; query heads share KV heads in groups (GQA, Ainslie et al. 2023).
 
     q [batch, q_len, heads, head_dim]; k, v [batch, kv_len, kv_heads, head_dim]; kv_lengths int32 [batch] (default kv_len).
     With n keys, query i stands at position p = n - q_len + i: causal hides keys after p, window hides keys before
     p - window + 1 and, being counted backwards, keys after p. A row that sees nothing is zero. soft_cap: a score becomes
     soft_cap · tanh(score / soft_cap) (Gemma 2). sinks float32 [heads]: exp(sink) joins the sum of a row's weights (gpt-oss).
+    Packed sequences: q, k, v without their first axis, sequence b being rows offsets[b] to offsets[b + 1] - 1 of each.
     """
+    if query_offsets is not None:
+        out = np.zeros(q.shape, q.dtype)
+        queries, keys = _parts("query_offsets", query_offsets, len(q)), _parts("kv_offsets", kv_offsets, len(k))
+        options = {"causal": causal, "scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+        for rows, columns in zip(queries, keys, strict=True):
+            out[rows] = attention(q[None, rows], k[None, columns], v[None, columns], **options)[0]
+        return out
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale

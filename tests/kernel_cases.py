@@ -180,13 +180,16 @@ def quantised():
 # ---- attention ----------------------------------------------------------------------------------------------------------
 
 
-def attended(name, dtype, q_len, kv_len, head_dim=64, heads=4, kv_heads=2, batch=1, lengths=None, **options):
+def attended(
+    name, dtype, q_len, kv_len, head_dim=64, heads=4, kv_heads=2, batch=1, lengths=None, sinks=None, **options
+):
     def arrays():
         q = random((batch, q_len, heads, head_dim), dtype, 0)
         return q, *(random((batch, kv_len, kv_heads, head_dim), dtype, seed) for seed in (1, 2))
 
     def extra(place):
-        return {**options, "kv_lengths": place(np.array(lengths, np.int32))} if lengths is not None else options
+        arrays = {"kv_lengths": (lengths, np.int32), "sinks": (sinks, np.float32)}
+        return options | {key: place(np.array(x, dtype)) for key, (x, dtype) in arrays.items() if x is not None}
 
     def call():
         out = poisoned((batch, q_len, heads, head_dim), dtype)
@@ -214,6 +217,37 @@ attended("decode bfloat16", BF16, 1, 300, causal=True)
 attended("decode float16, window", F16, 1, 600, causal=True, window=277)
 attended("decode float16, one split", F16, 3, 200, batch=2, lengths=[200, 5], causal=True)
 attended("decode bfloat16, head size 128, lengths", BF16, 1, 700, head_dim=128, batch=2, lengths=[700, 260])
+attended(
+    "attention float32, soft cap and sinks", F32, 20, 90, causal=True, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0
+)
+attended(
+    "attention bfloat16, soft cap and sinks", BF16, 70, 300, causal=True, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0
+)
+attended("decode bfloat16, soft cap and sinks", BF16, 1, 300, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0)
+attended("decode float32, one split, soft cap and sinks", F32, 2, 90, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0)
+
+
+def attended_packed(name, dtype, q_lengths, kv_lengths, head_dim=64, heads=4, kv_heads=2, **options):
+    def arrays():
+        q = random((sum(q_lengths), heads, head_dim), dtype, 0)
+        return q, *(random((sum(kv_lengths), kv_heads, head_dim), dtype, seed) for seed in (1, 2))
+
+    def extra(place):
+        given = {"query_offsets": q_lengths, "kv_offsets": kv_lengths}
+        return options | {key: place(np.cumsum([0, *lengths], dtype=np.int32)) for key, lengths in given.items()}
+
+    def call():
+        out = poisoned((sum(q_lengths), heads, head_dim), dtype)
+        return [to_host(nbk.attention(*map(to_device, arrays()), out=out, **extra(to_device)))]
+
+    def want():
+        return [reference.attention(*wide(*arrays()), **extra(lambda x: x))]
+
+    CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
+
+
+attended_packed("attention float32, packed", F32, [1, 40, 0, 33], [20, 40, 9, 70], causal=True)
+attended_packed("attention bfloat16, packed", BF16, [1, 140, 0, 64, 7], [300, 140, 9, 130, 3], causal=True)
 
 
 def paged(name, dtype, q_len, lengths, head_dim=64, heads=4, kv_heads=2, page_size=16, int8=False, **options):

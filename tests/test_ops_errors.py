@@ -18,6 +18,14 @@ TABLE = np.ones((16, 4), np.float32)
 AT = np.zeros(2, np.int32)
 WEIGHT = Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 1), np.float32))
 IDS = np.zeros((2,), np.int32)
+OFFSETS = np.array([0, 2, 3], np.int32)
+
+
+def packed(**changed):
+    """attention of two sequences, 3 queries and 5 keys in all."""
+    return nbk.attention(
+        **{"q": Q[0], "k": K[0], "v": K[0], "query_offsets": OFFSETS, "kv_offsets": OFFSETS, **changed}
+    )
 
 
 def rotary(**changed):
@@ -179,6 +187,27 @@ CASES = {
         lambda: nbk.attention(Q, K, K, kv_lengths=AT.astype(np.int64)),
         TypeError,
         "kv_lengths: int64",
+    ),
+    "attention soft_cap": (lambda: nbk.attention(Q, K, K, soft_cap=0.0), ValueError, "soft_cap: 0.0"),
+    "attention large soft_cap": (
+        lambda: nbk.attention(Q, K, K, soft_cap=1001),
+        ValueError,
+        "soft_cap: 1001, wanted at most",
+    ),
+    "attention soft_cap type": (lambda: nbk.attention(Q, K, K, soft_cap=True), TypeError, "soft_cap: bool"),
+    "attention sinks": (lambda: nbk.attention(Q, K, K, sinks=np.zeros(3, np.float32)), ValueError, "sinks: shape"),
+    "attention sinks dtype": (lambda: nbk.attention(Q, K, K, sinks=np.zeros(4)), TypeError, "sinks: float64"),
+    "attention one kind of offsets": (lambda: packed(kv_offsets=None), TypeError, "kv_offsets: None"),
+    "attention offsets dtype": (lambda: packed(query_offsets=np.zeros(3)), TypeError, "query_offsets: float64"),
+    "attention offsets axes": (lambda: packed(query_offsets=OFFSETS[None]), ValueError, "query_offsets: shape"),
+    "attention no offset": (lambda: packed(query_offsets=OFFSETS[:0]), ValueError, "query_offsets: shape"),
+    "attention offsets of two batches": (lambda: packed(kv_offsets=OFFSETS[:2]), ValueError, "kv_offsets: shape"),
+    "attention packed q": (lambda: packed(q=Q), ValueError, "q: shape"),
+    "attention packed lengths": (lambda: packed(kv_lengths=AT), TypeError, "kv_lengths: an array, wanted None"),
+    "attention offsets that fall": (
+        lambda: packed(query_offsets=OFFSETS[::-1].copy()),
+        ValueError,
+        r"query_offsets: \[3, 2, 0\]",
     ),
     "attention wide head": (
         lambda: nbk.attention(*[np.ones((1, 1, 1, 257), np.float32)] * 3),

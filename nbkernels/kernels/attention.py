@@ -24,6 +24,7 @@ from nbkernels import ptx
 from nbkernels.kernels import attention_wgmma, decode
 from nbkernels.kernels.attention_wgmma import NOTHING, SLACK
 from nbkernels.kernels.elements import Cost, aligned, conversions, pair_conversions, vector_width
+from nbkernels.kernels.packed import queries_function, tile_count
 from nbkernels.kernels.scores import join_sink, score_factors, soft_cap_function
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -107,9 +108,11 @@ def _copy_tile(dtype, head_dim, tile_rows, wide):
 
 
 def attention_kernel(
-    dtype, head_dim, strips, wide, negative, causal, windowed, has_lengths, capped=False, has_sinks=False
+    dtype, head_dim, strips, wide, negative, causal, windowed, has_lengths, capped=False, has_sinks=False, packed=False
 ):
     """16-bit attention on the tensor cores. grid: batch · heads · query tiles, the last tile (the longest) first.
+
+    packed: sequences lie one after another (``packed``), and batch is 1.
 
     strips: of 16 query rows a warp. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its
     sign already.
@@ -134,6 +137,7 @@ def attention_kernel(
     _, pack = pair_conversions(dtype)
     _, to_storage = conversions(dtype)
     cap = soft_cap_function(exact=False)
+    queries = queries_function(tile_m)
     copy_q = _copy_tile(dtype, head_dim, tile_m, wide)
     copy_kv = _copy_tile(dtype, head_dim, tile_n, wide)
 
@@ -209,6 +213,9 @@ def attention_kernel(
         out_head: int64,
         cap_log2: float32 if capped else None,
         sinks: ptx.pointer("float32") if has_sinks else None,
+        query_offsets: ptx.pointer("int32") if packed else None,
+        kv_offsets: ptx.pointer("int32") if packed else None,
+        sequences: uint32 if packed else None,
     ):
         q_tile = ptx.shared_address(cuda.shared.array(0, uint16))
         k_ring = uint32(q_tile + uint32(q_bytes))  # two stages
@@ -235,6 +242,10 @@ def attention_kernel(
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
         first_row = int32(tile * uint32(tile_m))
+        if packed:
+            first_row, q_at, q_len, kv_at, count = queries(tile, query_offsets, kv_offsets, sequences, q_len, kv_len)
+            if first_row >= q_len:
+                return
         last_row = min(int32(first_row + int32(tile_m)), q_len)
         end = count  # keys begin to end - 1 are seen by some row
         begin = int32(0)
@@ -249,6 +260,10 @@ def attention_kernel(
         k_start = int64(batch) * k_batch + int64(kv_head) * k_head + int64(key) * k_token  # of the next tile
         v_start = int64(batch) * v_batch + int64(kv_head) * v_head + int64(key) * v_token
         q_start = int64(batch) * q_batch + int64(head) * q_head + int64(first_row) * q_token
+        if packed:
+            k_start += int64(kv_at) * k_token
+            v_start += int64(kv_at) * v_token
+            q_start += int64(q_at) * q_token
         copy_q(q_tile, q, q_start, q_token, int32(last_row - first_row))
         if key < end:
             copy_kv(k_ring, k, k_start, k_token, int32(end - key))
@@ -378,6 +393,8 @@ def attention_kernel(
                         ptx.st_shared(uint32(at + uint32(16 * n)), pack(sums[s] * inverse, sums[s + 1] * inverse))
                 elif row < q_len:
                     to = int64(batch) * out_batch + int64(row) * out_token + int64(head) * out_head
+                    if packed:
+                        to += int64(q_at) * out_token
                     for n in range(d_blocks):
                         for i in range(2):
                             column = int32(int32(8 * n) + my_key + int32(i))
@@ -395,14 +412,18 @@ def attention_kernel(
                     at = uint32(q_tile + uint32(uint32(warp * uint32(warp_rows)) + inside) * uint32(row_bytes))
                     w = ptx.ld_shared_v4(uint32(at + uint32(column * uint32(2))))
                     to = int64(batch) * out_batch + int64(row) * out_token + int64(head) * out_head + int64(column)
+                    if packed:
+                        to += int64(q_at) * out_token
                     ptx.st_global_v4(ptx.address(out, to), w[0], w[1], w[2], w[3])
                 number = uint32(number + uint32(ptx.WARP))
 
     return attention
 
 
-def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, capped=False, has_sinks=False):
-    """float32 attention by fused multiply-adds. grid: batch · heads · query tiles, the last tile first.
+def float_attention_kernel(
+    head_dim, rows, wide, causal, windowed, has_lengths, capped=False, has_sinks=False, packed=False
+):
+    """float32 attention by fused multiply-adds. grid: batch · heads · query tiles, the last tile first; packed as above.
 
     Eight neighbouring threads share ``rows`` query rows, 16 apart, and combine by shuffles; thread i of them owns keys i, i + 8,
     … of the scores and columns 4 · i to 4 · i + 3 of every 32 of the sums.
@@ -414,6 +435,7 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, 
     row_sums, keys = 4 * chunks, tile_n // 8
     sum_count, score_count = rows * row_sums, rows * keys
     cap = soft_cap_function(exact=True)
+    queries = queries_function(tile_m)
     weight_stride = tile_n + FLOAT_PAD
 
     @cuda.jit(device=True, inline="always")
@@ -467,6 +489,9 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, 
         out_head: int64,
         cap_log2: float32 if capped else None,
         sinks: ptx.pointer("float32") if has_sinks else None,
+        query_offsets: ptx.pointer("int32") if packed else None,
+        kv_offsets: ptx.pointer("int32") if packed else None,
+        sequences: uint32 if packed else None,
     ):
         q_tile = ptx.shared_address(cuda.shared.array(0, float32))
         kv_tile = uint32(q_tile + uint32(4 * tile_m * stride))
@@ -486,6 +511,12 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, 
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
         first_row = int32(query_tile * uint32(tile_m))
+        if packed:
+            first_row, q_at, q_len, kv_at, count = queries(
+                query_tile, query_offsets, kv_offsets, sequences, q_len, kv_len
+            )
+            if first_row >= q_len:
+                return
         last_row = min(int32(first_row + int32(tile_m)), q_len)
         top = int32(count - q_len + first_row)
         end = count
@@ -501,6 +532,10 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, 
         q_start = int64(batch) * q_batch + int64(head) * q_head + int64(first_row) * q_token
         k_start = int64(batch) * k_batch + int64(kv_head) * k_head + int64(key) * k_token
         v_start = int64(batch) * v_batch + int64(kv_head) * v_head + int64(key) * v_token
+        if packed:
+            k_start += int64(kv_at) * k_token
+            v_start += int64(kv_at) * v_token
+            q_start += int64(q_at) * q_token
         copy(q_tile, q, q_start, q_token, int32(last_row - first_row), tile_m)
         for i in range(sum_count):
             sums[i] = float32(0.0)
@@ -592,6 +627,8 @@ def float_attention_kernel(head_dim, rows, wide, causal, windowed, has_lengths, 
                 inverse *= factor
             if row < q_len:
                 to = int64(batch) * out_batch + int64(row) * out_token + int64(head) * out_head
+                if packed:
+                    to += int64(q_at) * out_token
                 for c in range(chunks):
                     for i in range(4):
                         column = uint32(uint32(32 * c + i) + uint32(part * uint32(4)))
@@ -607,8 +644,10 @@ def _float_columns(head_dim):
 
 
 @lru_cache(maxsize=4096)
-def plan(batch, q_len, heads, head_dim, dtype, wide, negative, masks, sm_count, shared_limit):
+def plan(batch, q_len, heads, head_dim, dtype, wide, negative, masks, sm_count, shared_limit, sequences=0):
     """(Plan, query tiles). masks: (causal, windowed, has_lengths[, capped, has_sinks]); shared_limit: bytes a block may use.
+
+    sequences: how many lie packed in the q_len rows of a batch of one.
 
     Shared memory: q's tile, two tiles of K, one of V; in float32 one of q, one of K or V and the weights.
     """
@@ -620,7 +659,7 @@ def plan(batch, q_len, heads, head_dim, dtype, wide, negative, masks, sm_count, 
         tile_rows, threads = FLOAT_GROUPS * rows, FLOAT_THREADS
         elements = (tile_rows + FLOAT_TILE_N) * (columns + FLOAT_PAD) + tile_rows * (FLOAT_TILE_N + FLOAT_PAD)
         shared_bytes = 4 * elements
-        factory, constants = float_attention_kernel, (head_dim, rows, wide, *masks)
+        factory, constants = float_attention_kernel, (head_dim, rows, wide, *masks, sequences > 0)
     else:
         # Each K and V fragment read from shared memory feeds a product a strip: with one strip that traffic, a byte for 8
         # multiply-adds, is the limit; two take twice the registers and rows. They pay where two blocks fit a multiprocessor (it
@@ -632,8 +671,8 @@ def plan(batch, q_len, heads, head_dim, dtype, wide, negative, masks, sm_count, 
             strips = 2 if room >= 2 and enough else 1
         tile_rows, threads = STRIP * WARPS * strips, THREADS
         shared_bytes = _shared_bytes(head_dim, strips)
-        factory, constants = attention_kernel, (dtype, head_dim, strips, wide, negative, *masks)
-    q_tiles = -(-q_len // tile_rows)
+        factory, constants = attention_kernel, (dtype, head_dim, strips, wide, negative, *masks, sequences > 0)
+    q_tiles = tile_count(q_len, tile_rows, sequences) if sequences else -(-q_len // tile_rows)
     blocks = batch * heads * q_tiles
     if blocks > 2**31 - 1:
         raise ValueError(f"{batch} sequences of {q_len} queries and {heads} heads need more than 2^31 - 1 blocks")
@@ -651,11 +690,14 @@ def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize, causal):
     return Cost(bytes=itemsize * elements, flops=flops // 2 if causal else flops)
 
 
-def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream):
-    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths and sinks may be None."""
+def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, offsets, out, device, stream):
+    """See ``nbkernels.attention``; all arrays are DeviceArrays, kv_lengths and sinks may be None.
+
+    offsets: of queries and of keys, where sequences are packed, in a batch of one; else None.
+    """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    if q_len <= FEW_TOKENS:
+    if q_len <= FEW_TOKENS and offsets is None:
         decode.run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device, stream)
         return
     width = vector_width(q.dtype)
@@ -664,17 +706,22 @@ def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device
     masks += (soft_cap is not None, sinks is not None)
     scale_log2, cap = score_factors(scale, soft_cap)
     extra = (*cap, *(() if sinks is None else (sinks.pointer,)))
+    sequences = 0
+    if offsets is not None:
+        sequences = offsets[0].shape[0] - 1
+        extra += (*(x.pointer for x in offsets), sequences)
     negative = False
     if q.dtype != np.float32 and soft_cap is None:
         negative, scale_log2 = scale_log2 < 0, max(abs(scale_log2), NO_SCALE)
     # a window beyond every key hides nothing, and must not overflow
     window = 0 if window is None else min(window, kv_len + q_len)
-    if attention_wgmma.serves(q, k, v, out, device):
-        attention_wgmma.run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, device, stream)
+    if attention_wgmma.serves(q, k, v, out, sequences, device):
+        attention_wgmma.run(
+            q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, sequences, device, stream
+        )
         return
-    chosen, q_tiles = plan(
-        batch, q_len, heads, head_dim, q.dtype, wide, negative, masks, device.sm_count, device.shared_bytes
-    )
+    limits = (device.sm_count, device.shared_bytes)
+    chosen, q_tiles = plan(batch, q_len, heads, head_dim, q.dtype, wide, negative, masks, *limits, sequences)
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer)
     sizes = (q_len, kv_len, heads, heads // kv_heads, q_tiles, window, scale_log2)

@@ -18,10 +18,11 @@ softmax runs under the other's products. Only tiles at the diagonal, the ends an
 from functools import cache, lru_cache
 
 import numpy as np
-from numba import cuda, float32, int32, uint8, uint32, uint64
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import pair_conversions
+from nbkernels.kernels.packed import queries_function, tile_count
 from nbkernels.kernels.scores import join_sink, soft_cap_function
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
@@ -64,6 +65,7 @@ BOX_ROW = 128  # its bytes
 BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 bytes
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
+PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not fit 24
 # head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
 # fits shared memory
 TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
@@ -86,24 +88,39 @@ def shared_bytes(head_dim, tile_n, stages, consumers, q_stages):
 
 
 @cache
-def _walk(tile_m, tile_n, causal, windowed, has_lengths):
-    """item(number, …) -> (batch, head, first row, keys of the sequence, first tile, tiles) of a work item."""
+def _walk(tile_m, tile_n, causal, windowed, has_lengths, packed):
+    """item(number, …) -> (batch, head, first row, keys of the sequence, end of those seen, first tile, tiles, rows of the
+    sequence, where its queries and its keys begin) of a work item.
+    """
+    queries = queries_function(tile_m)
 
     @cuda.jit(device=True, inline="always")
-    def item(number, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window):
-        # a section of (batch, head) pairs whose keys fit the L2 cache; in it the last query tiles, the longest, come first
-        which = uint32(number // uint32(section * q_tiles))
-        rest = uint32(number - uint32(which * uint32(section * q_tiles)))
-        size = min(section, uint32(pairs - uint32(which * section)))
-        back = uint32(rest // size)
-        pair = uint32(uint32(which * section) + uint32(rest - uint32(back * size)))
-        tile = uint32(q_tiles - uint32(1) - back)
-        batch = uint32(pair // heads)
-        head = uint32(pair - uint32(batch * heads))
-        count = kv_len
-        if has_lengths:
-            count = min(max(kv_lengths[batch], int32(0)), kv_len)
-        first_row = int32(tile * uint32(tile_m))
+    def item(
+        number, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window, query_offsets, kv_offsets, sequences
+    ):
+        q_at = int32(0)
+        kv_at = int32(0)
+        if packed:
+            # the last tile of a sequence, its longest, first; the heads of a tile beside each other
+            tile = uint32(number // heads)
+            head = uint32(number - uint32(tile * heads))
+            batch = uint32(0)
+            tile = uint32(q_tiles - uint32(1) - tile)
+            first_row, q_at, q_len, kv_at, count = queries(tile, query_offsets, kv_offsets, sequences, q_len, kv_len)
+        else:
+            # a section of (batch, head) pairs whose keys fit the L2 cache; in it the last query tiles, the longest, come first
+            which = uint32(number // uint32(section * q_tiles))
+            rest = uint32(number - uint32(which * uint32(section * q_tiles)))
+            size = min(section, uint32(pairs - uint32(which * section)))
+            back = uint32(rest // size)
+            pair = uint32(uint32(which * section) + uint32(rest - uint32(back * size)))
+            tile = uint32(q_tiles - uint32(1) - back)
+            batch = uint32(pair // heads)
+            head = uint32(pair - uint32(batch * heads))
+            count = kv_len
+            if has_lengths:
+                count = min(max(kv_lengths[batch], int32(0)), kv_len)
+            first_row = int32(tile * uint32(tile_m))
         end = count  # keys begin to end - 1 are seen by some row
         begin = int32(0)
         if causal:
@@ -113,20 +130,21 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths):
             begin = max(int32(count - q_len + first_row - window + int32(1)), int32(0))
         first_tile = int32(uint32(begin) // uint32(tile_n))
         tiles = int32(int32(uint32(end + int32(tile_n - 1)) // uint32(tile_n)) - first_tile)
-        return batch, head, first_row, count, end, first_tile, max(tiles, int32(0))
+        return batch, head, first_row, count, end, first_tile, max(tiles, int32(0)), q_len, q_at, kv_at
 
     return item
 
 
 def attention_wgmma_kernel(
     dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths,
-    capped=False, has_sinks=False,
+    capped=False, has_sinks=False, packed=False,
 ):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes every gridDim.x-th work item.
 
     tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
     of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
     products one after another. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its sign.
+    packed: sequences lie one after another (``kernels.packed``), and batch is 1.
     """
     depth = -(-head_dim // 16) * 16
     columns = boxes(head_dim)
@@ -134,7 +152,7 @@ def attention_wgmma_kernel(
     q_box, kv_box = tile_m * BOX_ROW, tile_n * BOX_ROW
     q_bytes, kv_bytes = columns * q_box, columns * kv_box
     threads = (consumers + 1) * WARPGROUP
-    few, many = REGISTERS[consumers]
+    few, many = (PACKED_REGISTERS if packed else REGISTERS)[consumers]
     score_count, sum_count, word_count = tile_n // 2, head_dim // 2, tile_n // 4
     n_blocks, d_blocks = tile_n // 8, head_dim // 8
     k_steps, v_steps = depth // 16, tile_n // 16
@@ -147,7 +165,9 @@ def attention_wgmma_kernel(
     hold_scores, hold_sums, hold_words = hold(score_count), hold(sum_count), hold(word_count, "r")
     along_k = descriptor_bits(16, 8 * BOX_ROW, BOX_ROW)
     along_keys = descriptor_bits(kv_box, 8 * BOX_ROW, BOX_ROW)
-    item = _walk(tile_m, tile_n, causal, windowed, has_lengths)
+    item = _walk(tile_m, tile_n, causal, windowed, has_lengths, packed)
+    wipes_rows = has_lengths or packed  # what lies behind a sequence's last key may be anything
+    pieces = head_dim // 8  # of 16 bytes in a row
     # mbarriers: K there, V there, K free, V free, q there, q free, rows of the result written (a ring of each), the rows behind a
     # length wiped
     k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
@@ -324,6 +344,12 @@ def attention_wgmma_kernel(
         scale_log2: float32,
         cap_log2: float32 if capped else None,
         sinks: ptx.pointer("float32") if has_sinks else None,
+        query_offsets: ptx.pointer("int32") if packed else None,
+        kv_offsets: ptx.pointer("int32") if packed else None,
+        sequences: uint32 if packed else None,
+        out_rows: ptx.pointer(dtype) if packed else None,
+        out_token: int64 if packed else None,
+        out_head: int64 if packed else None,
     ):
         t = uint32(cuda.threadIdx.x)
         # the warpgroup's number, in a form in which the compiler sees that a warp shares it
@@ -361,14 +387,20 @@ def attention_wgmma_kernel(
                 prefetch_tensor_map(k_map)
                 prefetch_tensor_map(v_map)
                 while work < items:
-                    batch, head, first_row, _, _, first_tile, tiles = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
-                    )
+                    batch, head, first_row, _, _, first_tile, tiles, rows, q_at, kv_at = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                        query_offsets, kv_offsets, sequences,
+                    )  # fmt: skip
+                    if packed and first_row >= rows:
+                        work = uint32(work + uint32(cuda.gridDim.x))
+                        continue
                     kv_head = uint32(head // group_size)
                     left = tiles
                     asked = False
                     while left > int32(0) or not asked:
                         key = uint32(int32(first_tile + left - int32(1)) * int32(tile_n))
+                        if packed:
+                            key = uint32(key + uint32(kv_at))
                         if left > int32(0):
                             barrier = ring(base, k_full, number)
                             mbarrier_wait(ring(base, k_free, number), uint32(parity(number) ^ uint32(1)))
@@ -382,6 +414,8 @@ def attention_wgmma_kernel(
                             to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
                             q_row = uint32(first_row)
+                            if packed:
+                                q_row = uint32(q_row + uint32(q_at))
                             bring(to, q_box, q_map, head, q_row, batch, barrier)
                         if left > int32(0):
                             barrier = ring(base, v_full, number)
@@ -393,13 +427,17 @@ def attention_wgmma_kernel(
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))
                     work = uint32(work + uint32(cuda.gridDim.x))
-            elif has_lengths and warp == uint32(1):
+            elif wipes_rows and warp == uint32(1):
                 # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
                 lane = ptx.lane_id()
                 while work < items:
-                    _, _, _, count, _, first_tile, tiles = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
-                    )
+                    _, _, first_row, count, _, first_tile, tiles, rows, _, _ = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                        query_offsets, kv_offsets, sequences,
+                    )  # fmt: skip
+                    if packed and first_row >= rows:
+                        work = uint32(work + uint32(cuda.gridDim.x))
+                        continue
                     there = int32(count - int32(first_tile + tiles - int32(1)) * int32(tile_n))  # rows of the last tile
                     if tiles > int32(0) and there < int32(tile_n):
                         mbarrier_wait(ring(base, v_full, number), parity(number))
@@ -414,13 +452,56 @@ def attention_wgmma_kernel(
                         mbarrier_arrive(ring(base, wiped, number))
                     number = uint32(number + uint32(tiles))
                     work = uint32(work + uint32(cuda.gridDim.x))
-            elif t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
+            elif packed and warp == uint32(2):
+                # as below, but a sequence's last rows leave by plain stores: in their box stand rows of the next one as well
+                out_map = tensor_map_address(out)
+                lane = ptx.lane_id()
+                while work < items:
+                    batch, head, first_row, _, _, _, _, rows, q_at, _ = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                        query_offsets, kv_offsets, sequences,
+                    )  # fmt: skip
+                    work = uint32(work + uint32(cuda.gridDim.x))
+                    if first_row >= rows:
+                        continue
+                    rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                    for g in range(consumers):
+                        mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
+                        out_row = int32(q_at + first_row + int32(ROWS * g))
+                        left = int32(rows - first_row - int32(ROWS * g))
+                        box = uint32(rows_from + uint32(g * ROWS * BOX_ROW))
+                        if left >= int32(ROWS):
+                            if lane == uint32(0):
+                                for c in range(columns):
+                                    part = uint32(box + uint32(c * q_box))
+                                    tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, part)
+                                bulk_commit()
+                        elif left > int32(0):
+                            start = int64(out_row) * out_token + int64(head) * out_head
+                            number = lane
+                            while number < uint32(uint32(left) * uint32(pieces)):
+                                inside = uint32(number // uint32(pieces))
+                                piece = uint32(number - uint32(inside * uint32(pieces)))
+                                chunk = uint32(uint32(piece & uint32(7)) ^ uint32(inside & uint32(7)))
+                                at = uint32(box + uint32(uint32(piece >> uint32(3)) * uint32(q_box)))
+                                at = uint32(at + uint32(inside * uint32(BOX_ROW)) + uint32(chunk * uint32(16)))
+                                w = ptx.ld_shared_v4(at)
+                                to = start + int64(inside) * out_token + int64(uint32(piece * uint32(8)))
+                                ptx.st_global_v4(ptx.address(out_rows, to), w[0], w[1], w[2], w[3])
+                                number = uint32(number + uint32(ptx.WARP))
+                    ptx.warp_sync()
+                    if lane == uint32(0):
+                        bulk_wait_read(0)
+                        mbarrier_arrive(q_barrier(base, q_free, turn))
+                    turn = uint32(turn + uint32(1))
+            elif not packed and t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
                 # rows of the result leave while their warpgroup is at its next item
                 out_map = tensor_map_address(out)
                 while work < items:
-                    batch, head, first_row, _, _, _, _ = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
-                    )
+                    batch, head, first_row, _, _, _, _, _, _, _ = item(
+                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                        query_offsets, kv_offsets, sequences,
+                    )  # fmt: skip
                     rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                     for g in range(consumers):
                         mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
@@ -450,12 +531,15 @@ def attention_wgmma_kernel(
             if turns and group == uint32(consumers - 1):
                 barrier_arrive(uint32(turn_barrier), uint32(2 * WARPGROUP))
             while work < items:
-                batch, head, first_row, count, end, first_tile, tiles = item(
-                    work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window
-                )
+                batch, head, first_row, count, end, first_tile, tiles, rows, _, _ = item(
+                    work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                    query_offsets, kv_offsets, sequences,
+                )  # fmt: skip
                 work = uint32(work + uint32(cuda.gridDim.x))
+                if packed and first_row >= rows:
+                    continue
                 first_row = int32(first_row + int32(group * uint32(ROWS)))
-                row = int32(count - q_len + first_row)
+                row = int32(count - rows + first_row)
                 for i in range(sum_count):
                     sums[i] = float32(0.0)
                 for h in range(2):
@@ -492,7 +576,7 @@ def attention_wgmma_kernel(
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
                     mbarrier_wait(ring(base, v_full, number), parity(number))
-                    if has_lengths and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
+                    if wipes_rows and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
                         slot = uint32(number % uint32(stages))
                         mbarrier_wait(ring(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
                         wipes = uint32(wipes ^ uint32(uint32(1) << slot))
@@ -578,10 +662,11 @@ def constants_for(dtype, head_dim, negative, masks):
 
 
 @lru_cache(maxsize=4096)
-def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count):
-    """(Plan, query tiles, pairs of sequence and head whose keys and values pass together)."""
+def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count, sequences=0):
+    """(Plan, query tiles, pairs of sequence and head whose keys and values pass together). sequences: how many are packed."""
     _, head_dim, tile_n, stages, consumers, q_stages = constants[:6]
-    q_tiles = -(-q_len // (consumers * ROWS))
+    tile_m = consumers * ROWS
+    q_tiles = tile_count(q_len, tile_m, sequences) if sequences else -(-q_len // tile_m)
     pairs = batch * heads
     group = heads // kv_heads
     pair_bytes = max(kv_len * boxes(head_dim) * BOX_ROW * 2 // group, 1)
@@ -592,30 +677,32 @@ def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count):
     return Plan(attention_wgmma_kernel, constants, (grid, 1, 1), (threads, 1, 1), shared), q_tiles, section
 
 
-def serves(q, k, v, out, device):
-    """Whether this kernel computes the attention of these arrays."""
+def serves(q, k, v, out, sequences, device):
+    """Whether this kernel computes the attention of these arrays. sequences: how many are packed."""
     return (
         device.arch == "sm_90a"
         and q.itemsize == 2
-        and q.shape[1] >= ROWS
+        and (q.shape[1] >= ROWS or sequences > 0)  # a packed sequence's bits must not depend on how many rows follow it
         and 32 <= q.shape[3] <= 256
         and q.shape[3] % 8 == 0
         and all(describes(x) for x in (q, k, v, out))
     )
 
 
-def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, device, stream):
+def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, sequences, device, stream):
     """scale_log2: the scale's magnitude · log2(e); window: any number where masks say that there is none.
 
-    extra: the arguments of a soft cap and of sinks.
+    extra: the arguments of a soft cap, of sinks and of packed sequences.
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    constants = constants_for(q.dtype, head_dim, negative, masks)
+    constants = (*constants_for(q.dtype, head_dim, negative, masks), sequences > 0)
     tile_n, consumers = constants[2], constants[4]
-    chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count)
+    chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count, sequences)
     boxes_of = [(q, consumers * ROWS), (k, tile_n), (v, tile_n), (out, ROWS)]
     maps = [tensor_map(x, (1, rows, 1, BOX), device=device) for x, rows in boxes_of]
     lengths = 0 if kv_lengths is None else kv_lengths.pointer
     sizes = (q_len, kv_len, heads, batch * heads, heads // kv_heads, q_tiles, section, window, scale_log2)
+    if sequences:
+        extra += (out.pointer, *out.strides[1:3])
     launch(chosen, (*maps, lengths, *sizes, *extra), device, stream)
