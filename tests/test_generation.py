@@ -77,7 +77,9 @@ def test_cached_steps_equal_one_pass(tiny):
     assert generation.ids == want.tolist()
 
 
-@pytest.mark.parametrize("cache_dtype, bound", [(np.float32, 1e-5), (np.int8, 2e-2)])  # int8: a part in 127 of each head
+@pytest.mark.parametrize(
+    "cache_dtype, bound", [(np.float32, 1e-5), (np.int8, 2e-2)]
+)  # int8: a part in 127 of each head
 def test_forks_in_a_batch_equal_texts_of_their_own(tiny, cache_dtype, bound):
     ids = tiny.encode("the quick brown fox")
     config = tiny.config
