@@ -269,7 +269,7 @@ FAULTS = [
     *_of(
         "decode",
         "decode bfloat16",
-        ("barrier before the warps are merged", "        cuda.syncthreads()\n        leave(\n            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,\n            q_len, kv_heads, group, splits, out_batch, out_token, out_head,\n        )  # fmt: skip\n\n    return tensor_decode", "        leave(\n            shared_max, shared_sum, shared_vector, out, vectors, weights, batch, kv_head, tile, split,\n            q_len, kv_heads, group, splits, out_batch, out_token, out_head,\n        )  # fmt: skip\n\n    return tensor_decode"),
+        ("barrier before the warps are merged", "        cuda.syncthreads()\n        leave(\n            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,\n            q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,\n        )  # fmt: skip\n\n    return tensor_decode", "        leave(\n            shared_max, shared_sum, shared_vector, out, vectors, weights, sinks, batch, kv_head, tile, split,\n            q_len, kv_heads, group, all_splits if prefixed else splits, out_batch, out_token, out_head,\n        )  # fmt: skip\n\n    return tensor_decode"),
         ("last key that is read", "last_key = int32(end - int32(1))\n        start = int32(begin + int32(uint32(warp * uint32(16 * tiles))))", "last_key = end\n        start = int32(begin + int32(uint32(warp * uint32(16 * tiles))))"),
         ("halves of V's words", "ptx.prmt(values[a], values[a + 4], uint32(UPPER_HALVES))", "ptx.prmt(values[a], values[a + 4], uint32(LOWER_HALVES))"),
         ("weight of a warp", "x = ptx.fma(shared_vector[w, r, column], ptx.ex2(shared_max[w, r] - largest), x)", "x = ptx.fma(shared_vector[w, r, column], float32(1.0), x)"),
@@ -288,6 +288,38 @@ FAULTS = [
         ("merge without its barrier", "        cuda.syncthreads()\n", "", -1),
         ("warp's part of the keys", "start = int32(start + int32(step))", "start = int32(start + int32(step - 16))", 1),
         ("warps of the merge", "s = int32(begin + int32(warp))", "s = int32(begin + int32(warp) + int32(1))"),
+    ),
+    *_of(
+        "decode",
+        "paged decode bfloat16, window",
+        ("tile's page", "page = ptx.shfl_idx_u32(my_page, uint32(uint32(key & int32(SPLIT - 1)) // uint32(TILE)))", "page = ptx.shfl_idx_u32(my_page, uint32(0))"),
+        ("tiles that begin within a page", "begin = int32(begin & int32(-TILE))", "begin = int32(begin)"),
+        ("last key of a page's tile", "_row_in_page(key, page_shift) * stride, int32(last_key - key)", "_row_in_page(key, page_shift) * stride, int32(15)"),
+    ),
+    *_of(
+        "decode",
+        "paged decode float16, int8, head size 128",
+        ("scale of a value", "scores[of + n] *= v_factors[2 * i + n // 2]", "scores[of + n] *= v_factors[2 * i]"),
+        ("unit of the vector", "turn = unit * inverse", "turn = float32(1.0)"),
+        ("bytes of two keys", "half = uint32(UPPER_BYTES if j % 2 else LOWER_BYTES)", "half = uint32(LOWER_BYTES)"),
+    ),
+    *_of(
+        "decode",
+        "paged decode float32",
+        ("page of a key", "page = min(uint32(block_table[table_at + int64(key >> int32(page_shift))]), last_page)", "page = min(uint32(block_table[int64(key >> int32(page_shift))]), last_page)"),
+    ),
+    *_of(
+        "pages",
+        "paged prompt float16, int8",
+        ("part that is gathered", "is_v = uint32(block & uint32(1)) != uint32(0)", "is_v = uint32(block & uint32(2)) != uint32(0)"),
+        ("sequence in the result", "to = (batch * int64(kv_len) + int64(start))", "to = int64(start)"),
+    ),
+    *_of(
+        "rotary",
+        "rotary_append, int8 pages and norms",
+        ("page that is none", "return page >= int64(0) and page < pages, page, row", "return page < pages, page, row"),
+        ("sum over a head's lanes", "total += ptx.shfl_bfly(total, uint32(1 << bit))", "total += float32(0.0)"),
+        ("head of a scale", "v_scales[outer * v_scales_batch + row * v_scales_token + head * v_scales_head]", "v_scales[outer * v_scales_batch + row * v_scales_token]"),
     ),
 ]  # fmt: skip
 

@@ -88,6 +88,28 @@ def test_int8_logits_are_near_the_dense_ones(tmp_path, tiny, quantize):
     assert 1e-4 < error < 5e-2
 
 
+@pytest.mark.parametrize(
+    "cache_dtype, bound", [(np.float32, 1e-5), (np.int8, 2e-2)]
+)  # int8: a part in 127 of each head
+def test_forks_in_a_batch_equal_texts_of_their_own(tiny, cache_dtype, bound):
+    ids = tiny.encode("the quick brown fox")
+    config = tiny.config
+    with tiny.on_device():
+        cache = nbk.KVCache(
+            config.layers, config.kv_heads, config.head_dim, cache_dtype, pages=6, page_size=16, max_sequences=3
+        )
+        first = cache.add()
+        tiny.transformer.hidden(np.array([ids], np.int32), cache, [first])
+        second, third = cache.fork(first), cache.fork(first)
+        assert cache.pages_in_use == -(-len(ids) // 16)
+        for batch, tokens in (([first, second], [[5], [6]]), ([third, first], [[7], [8]])):
+            hidden = tiny.transformer.hidden(np.array(tokens, np.int32), cache, batch)
+            scores = tiny.transformer.logits(hidden[:, -1])
+    for found, text in zip(scores, ([*ids, 7], [*ids, 5, 8]), strict=True):
+        want = tiny.logits(text)[-1]
+        assert np.linalg.norm(found - want) / np.linalg.norm(want) < bound
+
+
 def test_the_emulator_continues_as_the_cpu(model_path):
     """The real model, int8 weights, every kernel of it as compiled PTX; its checks are those of other tests, off here."""
     prompt = "The capital of France is"

@@ -205,4 +205,4 @@ def run(
         here = slice(first, first + part)
         lengths = kv_lengths[here]
         k, v = _gather(k_pages, v_pages, k_scales, v_scales, block_table[here], lengths, q.dtype, device, stream)
-        attention.run(q[here], k, v, causal, scale, window, soft_cap, sinks, lengths, out[here], device, stream)
+        attention.run(q[here], k, v, causal, scale, window, soft_cap, sinks, lengths, None, out[here], device, stream)
