@@ -114,7 +114,7 @@ def test_offsets_that_do_not_ascend_stay_inside_the_arrays(device, queries, keys
     q, k, v = inputs(60, 60, 2, 1, 64, dtype)
     at = {"query_offsets": np.array(queries, np.int32), "kv_offsets": np.array(keys, np.int32)}
     nbk.attention(*map(to_device, (q, k, v)), causal=True, **{name: to_device(x) for name, x in at.items()})
-    with pytest.raises(ValueError, match="_offsets: .* wanted numbers that ascend"):
+    with pytest.raises(ValueError, match=r"_offsets: .* wanted numbers that ascend"):
         reference.attention(q, k, v, **at)
 
 
