@@ -23,6 +23,7 @@ def fresh():
         ops.silu_mul,
         ops.matmul,
         ops.int8_matmul,
+        ops.quantize_int8,
         ops.attention,
     ):
         operation.records.clear()
@@ -157,6 +158,21 @@ def test_int8_activations():
         assert close(nbk.int8_matmul(x, weight, activations="int8"), want)
         assert close(nbk.int8_matmul(rows, weight), want)
     assert len(ops.int8_matmul.records) == 2
+
+
+def test_results_in_int8():
+    weight = normal(640, seed=9)
+    for seed in range(3):
+        x, residual = normal(3, 5, 640, seed=seed), normal(3, 5, 640, seed=seed + 50)
+        plain, total = nbk.rms_norm(x, weight, residual=residual)
+        normed, again = nbk.rms_norm(x, weight, residual=residual, quantize="int8")
+        want = nbk.quantize_int8(plain)
+        assert torch.equal(normed.values, want.values) and torch.equal(normed.scales, want.scales)
+        assert torch.equal(again, total)
+        out = nbk.Int8Weight(torch.empty_like(want.values), torch.empty_like(want.scales))
+        assert nbk.rms_norm(x, weight, residual=residual, quantize="int8", out=out)[0] is out
+        assert torch.equal(out.values, want.values)
+    assert len(ops.quantize_int8.records) == 1 and len(ops.rms_norm.records) == 2
 
 
 def test_streams_and_captures():

@@ -173,6 +173,7 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
     width = vector_width(dtype)
     whole, inside = access.whole, access.inside
     row_max = row_max_nan(threads, cluster)
+    again = anew_words(words)
     by_chunks = walk == "wide"  # a chunk is inside or outside as a whole
     scratch_size = SCRATCH * cluster
 
@@ -181,6 +182,7 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
         values = cuda.local.array(width, float32)
         top = float32(0.0)
         for c in range(chunks):
+            again(held)  # a chunk after the other: all at once take too many registers
             normalise(held, c, values, weight, bias, start, thread, columns, statistics)
             if by_chunks:
                 part = float32(0.0)
@@ -207,9 +209,7 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
         pass
 
     put_int8 = int8_put(dtype, walk, threads, inside)
-    return Result(
-        largest, divisor, anew_words(words), put_int8, flush, ptx.pointer("int8"), ptx.pointer("float32"), int64
-    )
+    return Result(largest, divisor, again, put_int8, flush, ptx.pointer("int8"), ptx.pointer("float32"), int64)
 
 
 @cache
