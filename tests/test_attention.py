@@ -1,6 +1,8 @@
 """Attention against the float64 reference: prompts (``kernels/attention.py`` and, on sm_90a, ``kernels/attention_wgmma.py``)
 and few tokens (``kernels/decode.py``)."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -167,6 +169,14 @@ def test_wgmma(hopper, q_len, kv_len, head_dim, dtype, options):
     check(*inputs(1, q_len, kv_len, 2, 1, head_dim, dtype), **options)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_wgmma_with_the_tiles_of_long_prompts(hopper, head_dim):
+    assert attention_wgmma.constants_for(BF16, 64, False, (), 2050) != attention_wgmma.constants_for(
+        BF16, 64, False, ()
+    )
+    check(*inputs(1, 2050, 200, 1, 1, head_dim, BF16), causal=True)
+
+
 def test_wgmma_never_sees_keys_beyond_a_length(hopper):
     """Among several work items a block, whose rings and turns go on; one sequence has no key."""
     lengths = np.array([0, 1, 130, 256, 299], np.int32)
@@ -206,14 +216,14 @@ def test_wgmma_writes_a_view_and_no_more(hopper):
 
 
 def test_a_wgmma_plan_fits_the_device():
-    for head_dim in range(32, 257, 8):
-        constants = attention_wgmma.constants_for(BF16, head_dim, False, (True, False, False))
-        chosen, q_tiles, section = attention_wgmma.plan(constants, 8, 1000, 4000, 64, 8, 132)
+    for head_dim, q_len in itertools.product(range(32, 257, 8), (1000, 5000)):
+        constants = attention_wgmma.constants_for(BF16, head_dim, False, (True, False, False), q_len)
+        chosen, q_tiles, section = attention_wgmma.plan(constants, 8, q_len, 4000, 64, 8, 132)
         assert chosen.shared_bytes <= 227 * 1024
         assert chosen.grid[0] <= 132 and section % 8 == 0
         few, many = attention_wgmma.REGISTERS[constants[4]]
         assert 128 * (few + constants[4] * many) <= 64 * 1024
-        assert q_tiles * constants[4] * attention_wgmma.ROWS >= 1000
+        assert q_tiles * constants[4] * attention_wgmma.ROWS >= q_len
 
 
 @pytest.mark.parametrize("q_len", [2, 20])

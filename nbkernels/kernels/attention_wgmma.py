@@ -68,9 +68,14 @@ BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not fit 24
-# head_dim up to: (tile_n, stages, consumers, q_stages), by the registers of scores, their rounded weights and sums, and by what
-# fits shared memory
-TILES = {64: (128, 2, 2, 2), 128: (128, 2, 2, 2), 192: (96, 2, 2, 1), 256: (64, 2, 2, 1)}
+# head_dim up to: from so many queries on, (tile_n, stages, consumers, q_stages, turns); by the registers of scores, their rounded
+# weights and sums, by what fits shared memory, and by what was fastest on an H200 (benchmarks/notes/attention.md)
+TILES = {
+    64: ((0, (128, 3, 2, 2, True)), (2048, (96, 3, 3, 2, True))),
+    128: ((0, (128, 2, 2, 2, False)),),
+    192: ((0, (96, 2, 2, 1, True)),),
+    256: ((0, (64, 2, 2, 1, True)),),
+}
 SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
 NOTHING = np.float32(-1e38)
@@ -773,10 +778,14 @@ def attention_wgmma_kernel(
     return attention
 
 
-def constants_for(dtype, head_dim, negative, masks):
-    """The kernel's constants. masks: (causal, windowed, has_lengths[, capped, has_sinks])."""
-    tile_n, stages, consumers, q_stages = next(TILES[most] for most in TILES if head_dim <= most)
-    return (dtype, head_dim, tile_n, stages, consumers, q_stages, True, negative, *masks)
+def constants_for(dtype, head_dim, negative, masks, q_len=0):
+    """The kernel's constants. masks: (causal, windowed, has_lengths[, capped, has_sinks[, packed]]).
+
+    q_len: 0 where sequences are packed: a sequence's bits do not depend on the others.
+    """
+    choices = next(TILES[most] for most in TILES if head_dim <= most)
+    tiles = next(tiles for least, tiles in reversed(choices) if q_len >= least)
+    return (dtype, head_dim, *tiles, negative, *masks)
 
 
 @lru_cache(maxsize=4096)
@@ -814,7 +823,8 @@ def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, se
     """
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    constants = (*constants_for(q.dtype, head_dim, negative, masks), sequences > 0)
+    masks = (*masks, sequences > 0)
+    constants = constants_for(q.dtype, head_dim, negative, masks, 0 if sequences else q_len)
     tile_n, consumers = constants[2], constants[4]
     chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count, sequences)
     boxes_of = [(q, consumers * ROWS), (k, tile_n), (v, tile_n), (out, ROWS)]
