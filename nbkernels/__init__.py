@@ -7,7 +7,8 @@ The names below are imported when first used, so that ``import nbkernels`` costs
     argmax, sample                                the operations, see ``nbkernels.ops``
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
-    load, LanguageModel, KVCache                  the runtime, see ``nbkernels.model``
+    overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
+    load, LanguageModel, KVCache, OutOfPages      the runtime, see ``nbkernels.model``
 """
 
 import importlib
@@ -38,7 +39,8 @@ _HOME = {
     **dict.fromkeys(("Int8Weight", "DeviceArray"), "nbkernels.arrays"),
     "device": "nbkernels.launch.device",
     **dict.fromkeys(("load", "LanguageModel"), "nbkernels.model.generation"),
-    "KVCache": "nbkernels.model.kv_cache",
+    **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
+    "overlapping": "nbkernels.launch.overlap",
 }
 
 __all__ = sorted(_HOME)
