@@ -282,6 +282,7 @@ attended("attention float16, lengths and window", F16, 33, 150, batch=2, lengths
 attended("attention bfloat16, head size 128", BF16, 130, 140, head_dim=128, heads=2, kv_heads=1)
 # on sm_90a by wgmma, as are the prompts of 64 tokens and more above
 attended("attention bfloat16, a part of two tiles", BF16, 150, 290, heads=2, kv_heads=1, causal=True)
+attended("attention bfloat16, several items a block", BF16, 140, 420, batch=3, heads=2, kv_heads=1, causal=True)
 attended("attention float16, lengths", F16, 70, 200, heads=2, batch=2, lengths=[40, 190], causal=True)
 attended("attention bfloat16, head size 256, window", BF16, 90, 210, head_dim=256, heads=1, kv_heads=1, window=70)
 attended("decode float32", F32, 2, 300, causal=True)
