@@ -11,7 +11,7 @@ from nbkernels.kernels import decode, pages
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SPLIT = decode.SPLIT
-pytestmark = pytest.mark.emulate_one_in(3)
+pytestmark = pytest.mark.emulate_one_in(8)
 # a sequence without keys, one key, the edges of a tile of 16 keys and of pages, both sides of a split's end
 LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 33]
 
