@@ -209,7 +209,11 @@ def _pages(cache, table, start, stop):
     pages = table[first:end].tolist()
     if pages and (min(pages) < 0 or max(pages) >= len(cache)):
         raise ValueError(f"block_table: pages {min(pages)} to {max(pages)} of a pool of {len(cache)}")
-    if pages and pages == list(range(pages[0], pages[0] + len(pages))) and cache.strides[0] == page_size * cache.strides[1]:
+    if (
+        pages
+        and pages == list(range(pages[0], pages[0] + len(pages)))
+        and cache.strides[0] == page_size * cache.strides[1]
+    ):
         begin = (pages[0] - first) * page_size + start
         return cache.reshape(-1, *cache.shape[2:]), slice(begin, begin + stop - start)
     positions = np.arange(start, stop)

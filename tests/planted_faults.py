@@ -147,8 +147,8 @@ FAULTS = [
     *_of(
         "attention_wgmma",
         "attention bfloat16, several items a block",
-        ("wait for a tile of K removed", "parity(number))\n                        my_turn(group)\n                        hold_scores(scores, 0)\n                        hold_sums(sums, 0)",
-         "parity(number ^ uint32(stages)))\n                        my_turn(group)\n                        hold_scores(scores, 0)\n                        hold_sums(sums, 0)"),
+        ("wait for a tile of K removed", "parity(number))\n                        hold_scores(scores, 0)\n                        hold_sums(sums, 0)",
+         "parity(number ^ uint32(stages)))\n                        hold_scores(scores, 0)\n                        hold_sums(sums, 0)"),
         ("rows of q of the next item", "rows_of(q_ring, following, group)", "rows_of(q_ring, turn, group)"),
         ("number of the next item", "shfl_idx_u32(ptx.ld_shared(next_item(base, turn))", "shfl_idx_u32(ptx.ld_shared(next_item(base, uint32(turn + uint32(1))))"),
         ("wait for the next item's q removed", "                    mbarrier_wait(q_barrier(base, q_full, following), q_parity(following))\n", ""),
