@@ -75,7 +75,7 @@ def layer_norm_kernel(
     words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
     whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
     row_sum, _ = reductions(threads, cluster)
     row_sums = several_sums(threads, sum_count, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
@@ -177,7 +177,7 @@ def tiled_layer_norm_kernel(
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     inside, put, flush = access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
