@@ -521,8 +521,8 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, st
 
     activation: None, "silu" or "gelu" (tanh form). out may be residual.
 
-    activation="silu_mul" is the gated unit of SwiGLU: weight [2·n, in] has a gate's rows and an up's by turns (rows 2i and 2i + 1,
-    the bias likewise), and the result [..., n] is silu(gate) · up of both products in float32, rounded once. There is no residual.
+    activation="silu_mul" is the gated unit of SwiGLU: row 2i of weight [2·n, in] is a gate's row i, row 2i + 1 an up's, the bias
+    likewise, and the result [..., n] is silu(gate) · up of the two products in float32, rounded once. There is no residual.
     """
     call = _Call(stream, ("bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)

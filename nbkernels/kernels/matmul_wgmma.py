@@ -30,8 +30,8 @@ from functools import cache, lru_cache
 from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
-from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.activation import silu
+from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.epilogue import activation_function
 from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
 from nbkernels.launch.compile import kernel
@@ -314,7 +314,7 @@ def _fill_dense_gated(dtype, epilogue):
 
     @cuda.jit(device=True, inline="always")
     def fill(box, sums, at, row, column, warp, lane, call):
-        _, rows, columns, _, _, bias, residual, stride = call
+        _, _, columns, _, _, bias, _, _ = call
         quad = uint32(lane & uint32(3))
         inside = uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
         for j in range(8):
@@ -345,7 +345,7 @@ def _fill_transposed_gated(dtype, epilogue):
 
     @cuda.jit(device=True, inline="always")
     def fill(box, sums, at, row, column, warp, lane, call):
-        _, rows, columns, scales, scale_stride, bias, residual, stride = call
+        _, _, columns, scales, scale_stride, bias, _, _ = call
         g = uint32(lane >> uint32(2))
         which = uint32(g & uint32(1))
         is_up = which == uint32(1)
