@@ -49,7 +49,7 @@ def _group_size(weight):
 def run(x, weight, bias, residual, activation, out, device, stream):
     """x [rows, depth]; weight an Int8Weight [columns, depth]; bias [columns]; residual, out [rows, columns] of x's dtype.
 
-    Last axes contiguous, any row strides; bias and residual may be None; out may be residual.
+    Last axes contiguous, any row strides; bias and residual may be None; out may be residual; "silu_mul" as in ``matmul.run``.
     """
     group_size = _group_size(weight)
     kind = "groups" if group_size else "rows"
