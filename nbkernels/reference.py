@@ -86,6 +86,7 @@ def silu_mul(gate, up):
 
 
 def _gated(x):
+    """silu(columns 0, 2, …) · columns 1, 3, …"""
     return _silu(x[..., 0::2]) * x[..., 1::2]
 
 
