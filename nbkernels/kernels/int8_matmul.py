@@ -2,7 +2,9 @@
 
     y[m, n] = activation(sum_g scales[n, g] · sum_(k in group g) x[m, k] · values[n, k] + bias[n]) + residual[m, n]
 
-("silu_mul" as in ``matmul``: two columns of the product make one of y.) The kernels are those of ``matmul``, which read int8 weights as well: the bytes become numbers of x's dtype (or float32) in
+or, with activation "silu_mul", two columns of the product make one of y, as in ``matmul``.
+
+The kernels are those of ``matmul``, which read int8 weights as well: the bytes become numbers of x's dtype (or float32) in
 registers, exactly, and never pass memory in another form:
 
     int8 in memory  ->  16-bit floats (``int8``)  ->  mma with x  ->  float32 sums of a group  ->  · scale, added up
