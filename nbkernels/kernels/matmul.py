@@ -106,9 +106,10 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
     return matmul_blocks.plan(rows, columns, dtype, weight, group_size, wide, epilogue, sm_count)
 
 
-def cost(rows, columns, depth, dtype, *, bias=False, residual=False):
-    """Each array once; a product and a sum a term."""
-    elements = rows * depth + columns * depth + rows * columns * (2 if residual else 1) + (columns if bias else 0)
+def cost(rows, columns, depth, dtype, *, bias=False, residual=False, gated=False):
+    """Each array once; a product and a sum a term. columns: of the product; gated: y has half as many."""
+    y_elements = rows * columns // (2 if gated else 1) * (2 if residual else 1)
+    elements = rows * depth + columns * depth + y_elements + (columns if bias else 0)
     return Cost(bytes=elements * dtype.itemsize, flops=2 * rows * columns * depth)
 
 

@@ -316,15 +316,16 @@ def matmul_stream_kernel(
         """
         quad = uint32(lane & uint32(3))
         is_up = uint32(uint32(lane >> uint32(2)) & uint32(1)) == uint32(1)
+        own_row = row_of(quad, 0, 1) if is_up else row_of(quad, 0, 0)
+        own_column = uint32(first_column & uint32(0xFFFFFFFE))
         for i in range(halves):
-            c, t, half = i // (2 * row_tiles), i // 2 % row_tiles, i % 2
+            c, half, t = i // (2 * row_tiles), i // row_tiles % 2, i % row_tiles
             at = 4 * (c * row_tiles + t) + 2 * half
             other = ptx.shfl_bfly(sums[at] if is_up else sums[at + 1], uint32(4))
             gate = other if is_up else sums[at]
             up = sums[at + 1] if is_up else other
-            row = row_of(quad, t, 1) if is_up else row_of(quad, t, 0)
-            y_column = uint32(first_column + uint32(FRAGMENT_COLUMNS * c + 8 * half))
-            y_column = uint32(y_column & uint32(0xFFFFFFFE))
+            row = uint32(own_row + uint32(8 * t))
+            y_column = uint32(own_column + uint32(FRAGMENT_COLUMNS * c + 8 * half))
             if row < rows and y_column < columns:
                 store(
                     (gate, up),
