@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate`` and ``nbkernels inspect``."""
+"""The console command: ``nbkernels generate``, ``nbkernels inspect`` and ``nbkernels learn``."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ import sys
 from nbkernels import __version__
 from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import KINDS
+from nbkernels.learn import add_learn_arguments, learn_command
 
 
 def build_parser():
@@ -26,6 +27,9 @@ def build_parser():
     inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
     inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
     inspect.set_defaults(run=inspect_command)
+    learn = commands.add_parser("learn", help="lessons in CUDA, with or without a GPU: list, run, check an exercise")
+    add_learn_arguments(learn)
+    learn.set_defaults(run=learn_command)
     return parser
 
 

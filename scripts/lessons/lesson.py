@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import nbkernels as nbk
-from nbkernels.emulator import Emulator
+from nbkernels.emulator import Emulator, EmulatorError
 from nbkernels.emulator.counters import Counters, Counts, Report
 from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import DeviceError, resolve
@@ -303,15 +303,14 @@ def run(factory, constants, launch, arch=ARCH, checks=True):
             arguments.append(_emulated_map(pointer, value, *launch.maps[name]))
         else:
             arguments.append(int(pointer))
-    report = emulator.launch(
-        ptx_of(factory, constants, arch),
-        None,
-        launch.grid,
-        launch.block,
-        arguments,
-        shared_bytes=launch.shared_bytes,
-        count=True,
-    )
+    text = ptx_of(factory, constants, arch)
+    try:
+        report = emulator.launch(
+            text, None, launch.grid, launch.block, arguments, shared_bytes=launch.shared_bytes, count=True
+        )
+    except EmulatorError as error:
+        error.shared_places = _shared_places(factory, emulator.shared_variables)
+        raise
     accesses = emulator.recorder.accesses
     _name_shared(factory, emulator.shared_variables, accesses)
     return Run(results, report, accesses)
@@ -331,11 +330,16 @@ def shared_names(function_or_text):
     return re.findall(r"(\w+) = cuda\.shared\.array\(", text)
 
 
-def _name_shared(factory, variables, accesses):
-    """Give accesses of shared memory the name of their array, and offsets from its start."""
+def _shared_places(factory, variables):
+    """address -> name of each shared array; they are numbered in the order they stand in the kernel's text."""
     names = shared_names(factory)
     places = sorted(variables.items(), key=lambda entry: int(re.search(r"(\d+)\D*$", "0" + entry[0])[1]))
-    named = {at: name for (_, at), name in zip(places, names, strict=False)}
+    return {at: name for (_, at), name in zip(places, names, strict=False)}
+
+
+def _name_shared(factory, variables, accesses):
+    """Give accesses of shared memory the name of their array, and offsets from its start."""
+    named = _shared_places(factory, variables)
     starts = np.array(sorted(named)) if named else np.array([0])
     for access in accesses:
         if access.space != "shared" or not access.offsets.size:

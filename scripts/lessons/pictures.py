@@ -22,6 +22,12 @@ def order_colour(share):
     return f"hsl(210, 65%, {90 - 55 * share:.0f}%)"
 
 
+class Drawing(str):
+    """A picture's text, and the access it shows, if it shows one: a test counts that again."""
+
+    access = None
+
+
 class Canvas:
     """Shapes, and the size they need."""
 
@@ -63,15 +69,18 @@ class Canvas:
     def _reach(self, x, y):
         self.width, self.height = max(self.width, x), max(self.height, y)
 
-    def svg(self):
+    def svg(self, access=None):
         """The whole picture."""
         told = "".join(f' data-{key}="{escape(str(value))}"' for key, value in self.claims.items())
         width, height = self.width + 12, self.height + 12
-        return (
+        text = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
             f'height="{height:.0f}" font-family="sans-serif" fill="{INK}"{told}>\n<title>{escape(self.title)}</title>\n'
             f'<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
         )
+        drawing = Drawing(text)
+        drawing.access = access
+        return drawing
 
 
 def first_warp(accesses):
@@ -109,7 +118,7 @@ def sector_map(accesses, title):
     canvas.text(
         10, bottom, f"{len(sectors)} sectors for {len(set(owner))} words; numbers are lanes of the warp", 11, "start"
     )
-    return canvas.svg()
+    return canvas.svg((lanes, offsets, size))
 
 
 def bank_map(accesses, title):
@@ -147,7 +156,7 @@ def bank_map(accesses, title):
         else "words that stand below one another wait for each other"
     )
     canvas.text(10, y + 12, f"banks across, passes down: {passes}; {note}. Numbers are lanes.", 11, "start")
-    return canvas.svg()
+    return canvas.svg((lanes, offsets, size))
 
 
 def _cells(accesses, shape, itemsize):
