@@ -221,7 +221,7 @@ def timeline(rows, title):
     """Bars in the order of execution. rows: [(label, [(first, last, what)])]; first and last are numbers of accesses."""
     last = max(end for _, bars in rows for _, end, _ in bars) + 1
     width = 620
-    fills = {"copy": "#9cc4f2", "use": "#f2b58a", "wait": "#d9d9d9"}
+    fills = {"copy": "#9cc4f2", "use": "#f2b58a", "first walk": "#9cc4f2", "second walk": "#f2b58a"}
     canvas = Canvas(title)
     canvas.text(10, 18, title, 13, "start")
     kinds = []
