@@ -100,7 +100,10 @@ picture(
                 "row 0, warp 0",
                 [
                     *((a.order, a.order, "first walk") for a in online.accesses("value = x[", block=0, warp=0)),
-                    *((a.order, a.order, "second walk") for a in online.accesses("y[first + c]", mode="read", block=0, warp=0)),
+                    *(
+                        (a.order, a.order, "second walk")
+                        for a in online.accesses("y[first + c]", mode="read", block=0, warp=0)
+                    ),
                 ],
             )
         ],

@@ -158,8 +158,8 @@ picture(
     pictures.sector_map(wide.accesses("ld_global_nc_v4", block=0, warp=0), "16 weights a lane: one load of one warp"),
     "Sixteen sectors a load, a quarter of the memory traffic of float weights. Each box is four weights.",
 )
-# `x`, though, is read with gaps now: a lane's 16 numbers lie in two sectors, which its four loads ask for one after the other. It
-# is small, and comes from a cache; what counts is the weights, of which each is read once.
+# `x`, though, is read with gaps now: a lane's 16 numbers lie in two sectors, which its four loads ask for one after the
+# other. It is small, and comes from a cache; what counts is the weights, of which each is read once.
 picture(
     "sectors",
     pictures.bars(
