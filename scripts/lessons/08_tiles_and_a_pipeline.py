@@ -59,7 +59,7 @@ def product_launch(tile, threads, shared_bytes=0):
     return launch
 
 
-SMALL, LARGE = (64, 64, 64), (2048, 2048, 2048)
+SMALL, LARGE = (64, 64, 128), (2048, 2048, 2048)
 plain = step(
     "a thread a result", thread_a_result_kernel, product_launch(BLOCK, (BLOCK, BLOCK)), small=SMALL, large=LARGE
 )
@@ -100,7 +100,7 @@ tiled = step(
 picture(
     "walk",
     pictures.walk_map(
-        tiled.accesses("= x[", block=0), (64, 64), 4, "x [64, 64], read by block 0: pale first, grey never"
+        tiled.accesses("= x[", block=0), (64, 128), 4, "x [64, 128], read by block 0: pale first, grey never"
     ),
     "The tile walk: 16 rows, 16 columns at a time.",
 )
@@ -108,7 +108,8 @@ picture(
 # ## A tile in registers
 #
 # Now shared memory is what is read most: two numbers for each multiplication. Let a thread compute 4 × 4 results: it
-# reads 4 + 4 numbers and makes 16 multiplications of them. The block's tile grows to 64 × 64.
+# reads 4 + 4 numbers and makes 16 multiplications of them. It reads them 16 bytes at a time, four steps along `inner`.
+# The block's tile grows to 64 × 64.
 #
 # ## Asynchronous copies
 #
@@ -119,11 +120,12 @@ picture(
 TILE, DEPTH, STAGES = 64, 16, 3
 WIDTH = DEPTH + 4  # words a row: rows of 16 bytes stay aligned, and rows lie in different banks
 A_WORDS = TILE * WIDTH
+ROW_BYTES, STAGE_BYTES = 4 * WIDTH, 4 * A_WORDS
 
 
 def pipeline_kernel(stages):
     ahead, ring = stages - 1, stages * A_WORDS
-    under_way = ahead - 1
+    under_way, last = ahead - 1, ahead * STAGE_BYTES
 
     @kernel(launch_bounds=256)
     def pipeline(x: floats, weight: floats, y: floats, columns: uint32, inner: uint32):
@@ -136,39 +138,42 @@ def pipeline_kernel(stages):
         copy_row, chunk = thread // uint32(4), uint32(4) * (thread % uint32(4))
         a_target = ptx.shared_address(a) + uint32(4) * (copy_row * uint32(WIDTH) + chunk)
         b_target = ptx.shared_address(b) + uint32(4) * (copy_row * uint32(WIDTH) + chunk)
+        a_read = ptx.shared_address(a) + uint32(4) * (ty * uint32(WIDTH))
+        b_read = ptx.shared_address(b) + uint32(4) * (tx * uint32(WIDTH))
         totals = cuda.local.array(16, float32)
         for i in range(16):
             totals[i] = float32(0)
         tiles = inner // uint32(DEPTH)
+        x_source = ptx.address(x, (row + copy_row) * inner + chunk)
+        weight_source = ptx.address(weight, (column + copy_row) * inner + chunk)
         for t in range(ahead):
             if t < tiles:
-                offset = uint32(t % stages * A_WORDS * 4)
-                ptx.cp_async_16(uint32(a_target + offset), ptx.address(x, (row + copy_row) * inner + t * DEPTH + chunk))
-                ptx.cp_async_16(
-                    uint32(b_target + offset), ptx.address(weight, (column + copy_row) * inner + t * DEPTH + chunk)
-                )
+                ptx.cp_async_16(uint32(a_target + t * STAGE_BYTES), x_source + 4 * DEPTH * t)
+                ptx.cp_async_16(uint32(b_target + t * STAGE_BYTES), weight_source + 4 * DEPTH * t)
             ptx.cp_async_commit()
+        stage, filled = uint32(0), uint32(ahead * STAGE_BYTES)  # where in the ring, in bytes, is read and is written
         for t in range(tiles):
             ptx.cp_async_wait(under_way)  # tile t is here, as far as this thread copied it
             cuda.syncthreads()  # … and as far as the others did; and all are done with tile t - 1
-            n = t + ahead
-            if n < tiles:
-                offset = uint32(n % stages * A_WORDS * 4)
-                ptx.cp_async_16(uint32(a_target + offset), ptx.address(x, (row + copy_row) * inner + n * DEPTH + chunk))
-                ptx.cp_async_16(
-                    uint32(b_target + offset), ptx.address(weight, (column + copy_row) * inner + n * DEPTH + chunk)
-                )
+            if t + ahead < tiles:
+                ptx.cp_async_16(uint32(a_target + filled), x_source + 4 * DEPTH * (t + ahead))
+                ptx.cp_async_16(uint32(b_target + filled), weight_source + 4 * DEPTH * (t + ahead))
             ptx.cp_async_commit()
-            start = t % stages * A_WORDS
-            for k in range(DEPTH):
-                b0, b1 = b[start + tx * WIDTH + k], b[start + (tx + 16) * WIDTH + k]
-                b2, b3 = b[start + (tx + 32) * WIDTH + k], b[start + (tx + 48) * WIDTH + k]
+            for k in range(DEPTH // 4):
+                at = uint32(stage + uint32(16 * k))
+                b0 = ptx.ld_shared_v4_f32(uint32(b_read + at))
+                b1 = ptx.ld_shared_v4_f32(uint32(b_read + at + 16 * ROW_BYTES))
+                b2 = ptx.ld_shared_v4_f32(uint32(b_read + at + 32 * ROW_BYTES))
+                b3 = ptx.ld_shared_v4_f32(uint32(b_read + at + 48 * ROW_BYTES))
                 for i in range(4):
-                    left = a[start + (ty + 16 * i) * WIDTH + k]
-                    totals[4 * i] += left * b0
-                    totals[4 * i + 1] += left * b1
-                    totals[4 * i + 2] += left * b2
-                    totals[4 * i + 3] += left * b3
+                    left = ptx.ld_shared_v4_f32(uint32(a_read + at + i * 16 * ROW_BYTES))
+                    for n in range(4):
+                        totals[4 * i] += left[n] * b0[n]
+                        totals[4 * i + 1] += left[n] * b1[n]
+                        totals[4 * i + 2] += left[n] * b2[n]
+                        totals[4 * i + 3] += left[n] * b3[n]
+            stage = uint32(stage + uint32(STAGE_BYTES)) if stage < uint32(last) else uint32(0)
+            filled = uint32(filled + uint32(STAGE_BYTES)) if filled < uint32(last) else uint32(0)
         for i in range(4):
             for j in range(4):
                 y[(row + ty + 16 * i) * columns + column + tx + 16 * j] = totals[4 * i + j]
@@ -181,7 +186,7 @@ one_stage_ahead = step(
     pipeline_kernel,
     product_launch(TILE, 256),
     constants=(2,),
-    small=(64, 64, 128),
+    small=SMALL,
     large=LARGE,
 )
 pipeline = step(
@@ -189,7 +194,7 @@ pipeline = step(
     pipeline_kernel,
     product_launch(TILE, 256),
     constants=(STAGES,),
-    small=(64, 64, 128),
+    small=SMALL,
     large=LARGE,
 )
 
@@ -197,8 +202,8 @@ pipeline = step(
 # The picture shows one warp of that run, in the order in which its instructions were executed: when the copy of each
 # tile was issued, and when the tile was used. A copy has from its issue to the first use to arrive.
 def tile_rows(done):
-    copies = done.accesses("cp_async_16(uint32(a_target", mode="copy", block=0, warp=0)
-    uses = done.accesses("left = a[", mode="read", block=0, warp=0)
+    copies = done.accesses("cp_async_16(uint32(a_target + ", mode="copy", block=0, warp=0)
+    uses = done.accesses("left = ptx.ld_shared", mode="read", block=0, warp=0)
     tiles = len(copies)
     each = len(uses) // tiles
     rows = []
@@ -210,7 +215,7 @@ def tile_rows(done):
 
 picture(
     "two_stages",
-    pictures.timeline(tile_rows(one_stage_ahead, 2), "2 stages: a tile is copied while one is used"),
+    pictures.timeline(tile_rows(one_stage_ahead), "2 stages: one tile is under way"),
     "Two stages.",
 )
 picture("three_stages", pictures.timeline(tile_rows(pipeline), "3 stages: two tiles are under way"), "Three stages.")
