@@ -76,13 +76,15 @@ def definitions(which):
     if name in sys.modules:
         return sys.modules[name]
     module = module_of(path)
+    text = path.read_text()
+    tree = ast.parse(text)
     wanted = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    tree = ast.parse(path.read_text())
+    runs = re.compile(r"\bstep\(|\boperation\(|\.accesses\(|\bsteps\(|\.run\(|\.results|\.report_total")
     tree.body = [
         node
         for node in tree.body
         if isinstance(node, wanted)
-        or (isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id.isupper() for t in node.targets))
+        or (isinstance(node, ast.Assign) and not runs.search(ast.get_source_segment(text, node.value)))
     ]
     exec(compile(tree, str(path), "exec"), module.__dict__)
     return module
