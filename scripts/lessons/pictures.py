@@ -310,3 +310,16 @@ def roofline(points, title, peaks=None):
         canvas.line(x, y, x, y - 14 - 16 * (number % 5), RULE, 1)
         canvas.text(x, y - 18 - 16 * (number % 5), label, 10, "start" if x < left + width / 2 else "end")
     return canvas.svg()
+
+
+def grid_map(values, title, cell=CELL):
+    """Numbers [rows, columns] in boxes, equal numbers in equal colours."""
+    canvas = Canvas(title)
+    canvas.text(10, 18, title, 13, "start")
+    most = int(np.max(values)) + 1
+    for row, numbers in enumerate(values):
+        for column, value in enumerate(numbers):
+            x, y = 10 + column * cell, 30 + row * cell
+            canvas.box(x, y, cell, cell, lane_colour(int(value) * WARP // most), "cell", value=int(value))
+            canvas.text(x + cell / 2, y + cell * 0.68, int(value), 10)
+    return canvas.svg()
