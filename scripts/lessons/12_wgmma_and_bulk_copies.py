@@ -228,6 +228,7 @@ def product_launch(stages):
     return launch
 
 
+STORES = ("y[at] =", "y[at + 1]", "y[at + 8 * columns]", "y[at + 8 * columns + 1]")
 SMALL, LARGE = (64, 128, 256), (4096, 4096, 4096)
 for stages in (1, 2, 4):
     named = f"wgmma, {stages} stage{'s' if stages > 1 else ''}"

@@ -437,7 +437,7 @@ def step(heading, factory, launch, *, constants=(), small=(), large=None, arch=A
     if used:
         step.registers = used.registers
         text.append(_occupancy_line(step, used, block, case.shared_bytes, arch))
-    if _session.gpu is not None and large is not None:
+    if large is not None and _runs_on_gpu(arch):
         at_scale = launch(*large)
         _time_kernel(step, factory, constants, at_scale)
         text.append(_time_line(step))
@@ -471,11 +471,11 @@ def operation(heading, call, want, *, small=(), large=None, tolerance=1e-5, arch
         if used:
             step.registers = used.registers
             text.append(_occupancy_line(step, used, int(np.prod(plan.block)), plan.shared_bytes, arch))
-    if _session.gpu is not None and large is not None:
+    if large is not None and _runs_on_gpu(arch):
         with nbk.device("cuda"):
             again, moved = call(to_device, *large)
             step.gpu_bytes = moved
-            step.microseconds = _microseconds(again)
+            step.microseconds = microseconds(again)
             step.share = moved / (step.microseconds * 1e-6) / _copy_speed()
         text.append(_time_line(step))
     _session.steps.append(step)
@@ -593,7 +593,7 @@ def picture(name, svg, caption):
 def in_short(error):
     """An emulator's error without the folder of the source and the PTX: kernel, line, block, thread, and what is wrong."""
     text = re.sub(r", PTX line \d+ \(.*?\)(?=, block)", "", str(error))
-    text = re.sub(r",? ?PTX line \d+: [^;]*;", "", text)
+    text = re.sub(r", PTX line \d+: .*?(?=\), and nothing)", "", text)
     text = re.sub(r"(/[^\s:]*/)([^/\s:]+:\d+)", r"\2", text)
     return f"{type(error).__name__}: {text}"
 
@@ -606,6 +606,16 @@ def _gpu():
         return resolve("cuda")
     except DeviceError:
         return None
+
+
+def _runs_on_gpu(arch):
+    """Whether there is a GPU that has the instructions of an architecture that a step names."""
+    return _session.gpu is not None and (arch == ARCH or arch == _session.gpu.arch)
+
+
+def on_gpu():
+    """The Device of the GPU that the lesson may time on, or None."""
+    return _session.gpu
 
 
 def _time_line(step):
@@ -636,7 +646,7 @@ def _time_kernel(step, factory, constants, case):
         error = error_of({name: to_host(results[name]) for name in case.want}, case.want)
         if not error <= case.tolerance:
             raise AssertionError(f"{step.title}, on the GPU: relative error {error:.2g}")
-        step.microseconds = _microseconds(lambda: launch(plan, arguments, gpu))
+        step.microseconds = microseconds(lambda: launch(plan, arguments, gpu))
         step.gpu_bytes, step.gpu_flops = case.bytes, case.flops
         step.share = case.bytes / (step.microseconds * 1e-6) / _copy_speed()
 
@@ -646,7 +656,7 @@ def _three(value):
     return value + (1,) * (3 - len(value))
 
 
-def _microseconds(call, repeats=20):
+def microseconds(call, repeats=20):
     """Median microseconds of one call on the legacy default stream."""
     from cuda.bindings import driver
 
@@ -675,7 +685,7 @@ def _copy_speed():
 
         with nbk.device("cuda"):
             source, target = (empty((2**28,), np.dtype(np.float32)) for _ in range(2))
-            _copied["speed"] = 2 * source.nbytes / (_microseconds(lambda: copy(target, source)) * 1e-6)
+            _copied["speed"] = 2 * source.nbytes / (microseconds(lambda: copy(target, source)) * 1e-6)
     return _copied["speed"]
 
 
