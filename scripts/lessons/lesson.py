@@ -358,7 +358,9 @@ def error_of(got, want):
         a, b = (np.asarray(v).astype(np.float64) for v in (got[name], right))
         norm = np.linalg.norm(b) or 1.0
         error = float(np.linalg.norm(a - b) / norm)
-        worst = error if not error <= worst else worst
+        if np.isnan(error):
+            return error
+        worst = max(worst, error)
     return worst
 
 

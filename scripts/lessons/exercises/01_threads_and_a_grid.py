@@ -1,7 +1,7 @@
 """Exercise 1: y = a·x + y, an element a thread.
 
-x, y [n] float32, a a number, n any length. The launch gives enough blocks of 256 threads; y is changed in place. Fill in what the
-dots stand for: which element is this thread's, and when must it do nothing?
+x, y [n] float32, a a number, n any length. The launch gives enough blocks of 256 threads; y is changed in place. Fill
+in what the dots stand for: which element is this thread's, and when must it do nothing?
 
 Check it with ``nbkernels learn check 1``; ``--hint`` gives a hint.
 """

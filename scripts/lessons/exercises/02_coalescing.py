@@ -1,7 +1,8 @@
 """Exercise 2: scale the rows of a matrix, and let neighbours read neighbours.
 
-y[r, c] = s[r] · x[r, c]; x, y [rows, columns] float32 row by row in memory, s [rows]. The launch gives 128 threads a block and a
-block a row. As it stands, each thread walks a row by itself: right, and uncoalesced. Let the threads of a block share one row.
+y[r, c] = s[r] · x[r, c]; x, y [rows, columns] float32 row by row in memory, s [rows]. The launch gives 128 threads a
+block and a block a row. As it stands, each thread walks a row by itself: right, and uncoalesced. Let the threads of a
+block share one row.
 """
 
 from numba import cuda, int32

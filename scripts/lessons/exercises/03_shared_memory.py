@@ -1,8 +1,8 @@
 """Exercise 3: a transpose through shared memory, without a race and without bank conflicts.
 
-y[c, r] = x[r, c]; x [rows, columns] float32, both multiples of 32. A block of 256 threads takes a tile of 32 × 32: a warp a row,
-four times. Two things are missing: what makes every thread's part of the tile be there before it is read, and a shape of the
-tile whose columns lie in different banks.
+y[c, r] = x[r, c]; x [rows, columns] float32, both multiples of 32. A block of 256 threads takes a tile of 32 × 32: a
+warp a row, four times. Two things are missing: what makes every thread's part of the tile be there before it is read,
+and a shape of the tile whose columns lie in different banks.
 """
 
 from numba import cuda, float32, int32

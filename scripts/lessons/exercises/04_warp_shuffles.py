@@ -1,7 +1,8 @@
 """Exercise 4: divide each row by its length, a warp a row, with shuffles.
 
-y[r, c] = x[r, c] / sqrt(sum over c of x[r, c]²); x, y [rows, columns] float32. A block has four warps. Each lane has added up the
-squares it has read; what is missing is the sum over the lanes. Write it with ``ptx.shfl_bfly(value, uint32(distance))``.
+y[r, c] = x[r, c] / sqrt(sum over c of x[r, c]²); x, y [rows, columns] float32. A block has four warps. Each lane has
+added up the squares it has read; what is missing is the sum over the lanes. Write it with ``ptx.shfl_bfly(value,
+uint32(distance))``.
 """
 
 import math

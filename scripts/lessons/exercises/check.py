@@ -138,12 +138,15 @@ class Checker:
             return f"{here}: {who[0]} reads {what}, which no thread has written"
         if isinstance(error, MemoryFault):
             verb = "writes" if " writes " in text or ": writes" in text else "reads"
+            if "no mbarrier" in text:
+                return f"{here}: {who[0]} uses an mbarrier that nothing has initialised"
             if "misaligned" in text:
                 return f"{here}: {who[0]} uses an address that is not aligned: {text.rpartition(': ')[2]}"
             return f"{here}: {who[0]} {verb} {what}, outside the array; does every thread stay inside?"
         if isinstance(error, Deadlock):
             waits = [line.strip() for line in text.splitlines()[1:]]
-            shown = "; ".join(re.sub(r"\(.*?PTX line \d+: ([^;]*);?\)", r"(\1)", line) for line in waits[:3])
+            place = r"\((?:\S*/)?([^/\s()]+:\d+), PTX line \d+: [^()]*\)"
+            shown = "; ".join(re.sub(place, r"(\1)", line) for line in waits[:3])
             return (
                 "deadlock: no thread can go on, since some wait for others that never come "
                 f"(is a barrier or a shuffle inside a branch or behind a return?): {shown}"
@@ -155,8 +158,8 @@ class Checker:
         first = self.who(threads[0], launch)
         if "same instruction" in text:
             other = re.search(r"where thread \(?([\d, ]+)\)? of block \(?([\d, ]+)", text)
-            number = self.thread_number(other[1].split(","), launch)
-            return f"a race: {first} and thread {number} both write {what}, different values, in {here}"
+            second = self.who((*other[2].split(","), *other[1].split(",")), launch)
+            return f"a race: {first} and {second} both write {what}, different values, in {here}"
         if len(threads) < 2:
             return f"{here}: {lesson.in_short(RaceError(text))}"
         second = self.line(int(places[1])) if len(places) > 1 else "the same line"
@@ -183,7 +186,7 @@ class Checker:
         grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)
         if int(np.prod(grid)) == 1:
             return thread
-        block = int(found[0]) if len(grid) == 1 else f"({found[0]}, {found[1]})"
+        block = int(found[0]) if len(grid) == 1 else f"({int(found[0])}, {int(found[1])})"
         return f"{thread} of block {block}"
 
     def place(self, text, error, launch, constants):
@@ -244,6 +247,9 @@ class Checker:
                 continue
             if _alike(done.results, {**launch.want, **values}, 10 * launch.tolerance):
                 return message
+        named = self.task.diagnose and self.task.diagnose(done.results, launch)
+        if named:
+            return named
         for name, want in launch.want.items():
             found = _first_difference(name, np.asarray(done.results[name]), np.asarray(want), launch)
             if found:
@@ -278,7 +284,7 @@ def _alike(got, values, tolerance):
     for name, value in values.items():
         a, b = got[name].astype(np.float64), np.asarray(value).astype(np.float64)
         finite = np.isfinite(a)
-        if not np.array_equal(finite, np.isfinite(b)):
+        if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
             return False
         if not lesson.error_of({name: a[finite]}, {name: b[finite]}) <= tolerance:
             return False
