@@ -622,9 +622,7 @@ def causal(tokens):
     return case
 
 
-def _causal_walk(
-    q, k, v, *, scale=LOG2E / np.sqrt(32), seen=lambda i, n: i + 1, shrink_sum=np.exp2, shrink_mixed=np.exp2
-):
+def _causal_walk(q, k, v, *, scale=SCALE, seen=lambda i, n: i + 1, shrink_sum=np.exp2, shrink_mixed=np.exp2):
     """(y, totals, mixed) of the walk of exercise 10, with its mistakes."""
     q, k, v = f64(q), f64(k), f64(v)
     n = len(q)
