@@ -38,7 +38,8 @@ _HOME = {
     ),
     **dict.fromkeys(("Int8Weight", "DeviceArray"), "nbkernels.arrays"),
     "device": "nbkernels.launch.device",
-    **dict.fromkeys(("load", "LanguageModel"), "nbkernels.model.generation"),
+    "load": "nbkernels.model.loading",
+    "LanguageModel": "nbkernels.model.generation",
     **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
     "overlapping": "nbkernels.launch.overlap",
 }

@@ -62,7 +62,7 @@ def add_generate_arguments(parser):
 def generate_command(options):
     """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
     from nbkernels.model import demo_model
-    from nbkernels.model.generation import load
+    from nbkernels.model.loading import load
     from nbkernels.model.sampling import SamplingOptions
 
     interactive = options.chat and options.prompt is None and sys.stdin.isatty()

@@ -22,7 +22,7 @@ def check_messages(messages):
             raise ValueError(f"messages[{i}]['role']: {message['role']!r}, wanted one of {', '.join(ROLES)}")
 
 
-def render(template, messages, *, bos="", eos=""):
+def render(template, messages, names):
     """The text that a chat template makes of messages, ending where the assistant is to speak."""
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -34,7 +34,7 @@ def render(template, messages, *, bos="", eos=""):
     environment.globals["raise_exception"] = raise_exception
     try:
         compiled = environment.from_string(template)
-        return compiled.render(messages=messages, add_generation_prompt=True, bos_token=bos, eos_token=eos)
+        return compiled.render(messages=messages, add_generation_prompt=True, **{"bos_token": "", "eos_token": "", **names})
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -61,6 +61,5 @@ def encode_chat(tokenizer, template, messages):
         for placeholder, token in placeholders.items():
             content = content.replace(token, placeholder)
         hidden.append({**message, "content": content})
-    names = [None if i is None else tokenizer.tokens[i] for i in (tokenizer.bos, *sorted(tokenizer.end_ids)[:1])]
-    text = render(template, hidden, bos=names[0] or "", eos=(names[1:] or [""])[0] or "")
-    return tokenizer.with_bos(tokenizer.encode(text, control=True, literal=placeholders))
+    text = render(template, hidden, tokenizer.names)
+    return tokenizer.encode(text, control=True, literal=placeholders)
