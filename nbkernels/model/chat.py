@@ -34,7 +34,9 @@ def render(template, messages, names):
     environment.globals["raise_exception"] = raise_exception
     try:
         compiled = environment.from_string(template)
-        return compiled.render(messages=messages, add_generation_prompt=True, **{"bos_token": "", "eos_token": "", **names})
+        return compiled.render(
+            messages=messages, add_generation_prompt=True, **{"bos_token": "", "eos_token": "", **names}
+        )
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 

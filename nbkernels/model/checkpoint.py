@@ -12,7 +12,15 @@ from nbkernels.model.config import CheckpointError
 from nbkernels.model.families import FAMILIES, OF_MODEL
 
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-NORMS = ("norm", "attention_norm", "feed_forward_norm", "q_norm", "k_norm", "post_attention_norm", "post_feed_forward_norm")
+NORMS = (
+    "norm",
+    "attention_norm",
+    "feed_forward_norm",
+    "q_norm",
+    "k_norm",
+    "post_attention_norm",
+    "post_feed_forward_norm",
+)
 # of other purposes: masks and angles that old files keep, and what is no part of a text model
 IGNORED = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)"
@@ -84,7 +92,12 @@ class Checkpoint:
                 known.add(name)
                 bias = self.name_of(part, layer, "bias")
                 if bias in self.shapes or part in self.family.biases:
-                    self._check_one(bias, self._stored_shape(part)[-1:] if self._is_transposed(part) else (shape_of(self.config, part)[0],))
+                    self._check_one(
+                        bias,
+                        self._stored_shape(part)[-1:]
+                        if self._is_transposed(part)
+                        else (shape_of(self.config, part)[0],),
+                    )
                     known.add(bias)
         for name in self.shapes:
             if name not in known and not IGNORED.fullmatch(name):
@@ -159,4 +172,6 @@ def _check_finite(values, name):
     for start in range(0, words.shape[0], rows):
         part = words[start : start + rows]
         if part.size and (part & magnitude).max() >= exponent:
-            raise CheckpointError(f"tensor {name!r} holds NaN or infinite values: the file is damaged, or was trained to them")
+            raise CheckpointError(
+                f"tensor {name!r} holds NaN or infinite values: the file is damaged, or was trained to them"
+            )

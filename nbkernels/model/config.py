@@ -85,7 +85,9 @@ class Rotary:
     def tables(self, dim, positions):
         """cos and sin float32 [positions, dim / 2], computed in float64."""
         angles = np.outer(np.arange(positions), self.frequencies(dim))
-        return (self.magnitude * np.cos(angles)).astype(np.float32), (self.magnitude * np.sin(angles)).astype(np.float32)
+        return (self.magnitude * np.cos(angles)).astype(np.float32), (self.magnitude * np.sin(angles)).astype(
+            np.float32
+        )
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ class ModelConfig:
         }
         for name, wanted in choices.items():
             if getattr(self, name) not in wanted:
-                raise CheckpointError(f"{name} {getattr(self, name)!r} is not supported; {', '.join(map(str, wanted))} are")
+                raise CheckpointError(
+                    f"{name} {getattr(self, name)!r} is not supported; {', '.join(map(str, wanted))} are"
+                )
         if self.gated and self.activation == "gelu_exact":
             raise CheckpointError("activation 'gelu_exact' of a gated unit is not supported; 'silu' and 'gelu' are")
         for name in ("embedding_scale", "logit_scale", "attention_scale", "attention_soft_cap", "logit_soft_cap"):

@@ -88,7 +88,9 @@ POST_NORMS = {
     "post_feed_forward_norm": "model.layers.{}.post_feedforward_layernorm",
 }
 GEMMA2 = {**LLAMA, **POST_NORMS, "feed_forward_norm": "model.layers.{}.pre_feedforward_layernorm"}
-OLMO2 = {k: v for k, v in {**LLAMA, **HEAD_NORMS, **POST_NORMS}.items() if k not in ("attention_norm", "feed_forward_norm")}
+OLMO2 = {
+    k: v for k, v in {**LLAMA, **HEAD_NORMS, **POST_NORMS}.items() if k not in ("attention_norm", "feed_forward_norm")
+}
 PHI3 = {
     **{k: v for k, v in LLAMA.items() if k not in ("q", "k", "v", "gate", "up")},
     "qkv": "model.layers.{}.self_attn.qkv_proj",
@@ -218,6 +220,7 @@ FAMILIES = {
             "layers": "n_layer",
             "hidden": "n_embd",
             "heads": "n_head",
+            "kv_heads": "n_head",
             "feed_forward": "n_inner",
             "context": "n_positions",
             "norm_eps": "layer_norm_epsilon",
@@ -234,7 +237,7 @@ FAMILIES = {
     "gpt_neox": Family(  # Pythia
         GPT_NEOX,
         gguf="gptneox",
-        keys={"norm_eps": "layer_norm_eps"},
+        keys={"norm_eps": "layer_norm_eps", "kv_heads": "num_attention_heads"},
         biases=("attention_norm", "feed_forward_norm", "up", "down", "norm"),
         norm="layer",
         activation="gelu_exact",
@@ -306,8 +309,12 @@ def huggingface_config(raw):
     if not isinstance(name, str) or name not in FAMILIES:
         _refuse_unknown((raw.get("architectures") or [None])[0] if name is None else name, FAMILIES)
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else None
-        raise CheckpointError(f"weights quantised by {method!r} are not supported; take the original ones and quantize=")
+        method = (
+            raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else None
+        )
+        raise CheckpointError(
+            f"weights quantised by {method!r} are not supported; take the original ones and quantize="
+        )
     family = FAMILIES[name]
     values = _Values(raw, family)
     for key, allowed in family.required.items():

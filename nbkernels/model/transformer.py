@@ -105,7 +105,12 @@ class Transformer:
     @property
     def nbytes(self):
         """Bytes of all weights, shared ones counted once."""
-        arrays = [self.embedding, self.norm, self.positions, *(w for layer in self.layers for w in vars(layer).values())]
+        arrays = [
+            self.embedding,
+            self.norm,
+            self.positions,
+            *(w for layer in self.layers for w in vars(layer).values()),
+        ]
         if self.head is not self.embedding:
             arrays.append(self.head)
         return sum(a.nbytes for a in arrays if a is not None)
