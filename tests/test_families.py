@@ -1,6 +1,4 @@
-"""Every family's forward pass is what transformers computes: recorded by scripts/record_families.py, and live where it is there."""
-
-import json
+"""Every family computes what transformers does: as scripts/record_families.py recorded it, and live where it is there."""
 
 import family_models
 import numpy as np

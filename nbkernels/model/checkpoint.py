@@ -79,10 +79,7 @@ class Checkpoint:
 
     def check(self):
         """CheckpointError unless every tensor that the model is made of is there in its shape, and none that we don't know."""
-        if self.config.tied:
-            known = {self.name_of("head")}
-        else:
-            known = set()
+        known = {self.name_of("head")} if self.config.tied else set()
         for part in self.names:
             if part == "head" and self.config.tied:
                 continue

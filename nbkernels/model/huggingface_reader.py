@@ -138,7 +138,7 @@ def map_file(path):
     start = bytes(data[:64])
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path.name}: a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
-    if start[:2] == b"PK" or start[:1] == b"\x80" and b"\x00" not in start[1:8]:
+    if start[:2] == b"PK" or (start[:1] == b"\x80" and b"\x00" not in start[1:8]):
         raise CheckpointError(f"{path.name}: a pickle, refused because loading one can run any code; {CONVERT}")
     return data
 

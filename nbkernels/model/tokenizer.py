@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the ``tokenizers`` package: a tokenizer.json as it is, or what a GGUF file's vocabulary says.
+"""Text to token ids and back, through ``tokenizers``: a tokenizer.json as it is, or what a GGUF file's vocabulary says.
 
 Control tokens (``<|im_start|>`` and such) are cut out of a text before the vocabulary sees it, and only where the caller says
 so: text that a user typed into a chat never becomes a control token.
