@@ -4,6 +4,7 @@ import pytest
 import tiny_model
 from tiny_model import BOS, END, START, TOKENS
 
+from nbkernels.model import chat
 from nbkernels.model.chat import encode_chat
 from nbkernels.model.config import CheckpointError
 from nbkernels.model.tokenizer import TextStream, Tokenizer, byte_level_backend
@@ -69,10 +70,42 @@ def test_templates_run_in_a_sandbox():
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="template"):
         encode_chat(make(), attack, [{"role": "user", "content": "a"}])
+    for attack in (
+        "{{ messages.__init__.__globals__ }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ 'a' * 2**40 }}",
+        "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+    ):
+        with pytest.raises(ValueError, match="template"):
+            encode_chat(make(), attack, [{"role": "user", "content": "a"}])
     with pytest.raises(ValueError, match="no system"):
         encode_chat(make(), "{{ raise_exception('no system') }}", [{"role": "user", "content": "a"}])
     with pytest.raises(CheckpointError, match="template"):
         encode_chat(make(), None, [{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",
+    ],
+    ids=["loops", "power"],
+)
+def test_endless_templates_are_stopped(monkeypatch, endless):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 1.0)
+    with pytest.raises(ValueError, match=r"template was stopped after 1\.0 seconds"):
+        encode_chat(make(), endless, [{"role": "user", "content": "a"}])
+    monkeypatch.undo()
+    assert encode_chat(make(), tiny_model.TEMPLATE, [{"role": "user", "content": "a"}]), "the next one is rendered"
+
+
+def test_special_tokens_stand_where_the_template_puts_them():
+    """A tokenizer that starts texts with a BOS adds none to a chat, and none beside the template's own."""
+    message = [{"role": "user", "content": "a"}]
+    assert BOS not in encode_chat(make(add_bos=True), tiny_model.TEMPLATE, message)
+    assert encode_chat(make(add_bos=True), "{{ bos_token }}" + tiny_model.TEMPLATE, message).count(BOS) == 1
 
 
 def test_streaming_never_shows_half_a_character():

@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -193,28 +194,23 @@ def find_tensors(folder):
     return tensors, mapped
 
 
-class HuggingFaceCheckpoint(Checkpoint):
-    """A folder as ``save_pretrained`` writes it. CheckpointError for whatever is wrong with it."""
+class TokenizerFiles:
+    """The files beside tokenizer.json in a folder ``path``. CheckpointError where one is no JSON."""
 
-    def __init__(self, path):
-        self.path = Path(path)
-        self.raw_config = read_json(self.path, "config.json")
-        self.tokenizer_config = read_json(self.path, "tokenizer_config.json") or {}
-        self.special_tokens = read_json(self.path, "special_tokens_map.json") or {}
-        # where the ids of special tokens stand, the first that says wins
-        self.generation_configs = [read_json(self.path, "generation_config.json") or {}, self.raw_config or {}]
-        if self.raw_config is None:
-            raise CheckpointError("a folder without config.json; pass a GGUF file or a Hugging Face folder")
-        _, self.config = huggingface_config(self.raw_config)
-        family = FAMILIES[self.config.architecture]
-        self.transposed, self.qkv_by_heads = family.transposed, family.qkv_by_heads
-        self.norm_offset = family.norm_offset
-        tensors, self._mapped = find_tensors(self.path)
-        self.tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
-        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        self.names = self._names(family.tensors)
-        if "tie_word_embeddings" not in self.raw_config and self.name_of("head") not in self.shapes:
-            self.config = replace(self.config, tied=True)
+    @cached_property
+    def tokenizer_config(self):
+        """tokenizer_config.json."""
+        return read_json(self.path, "tokenizer_config.json") or {}
+
+    @cached_property
+    def special_tokens(self):
+        """special_tokens_map.json."""
+        return read_json(self.path, "special_tokens_map.json") or {}
+
+    @cached_property
+    def generation_configs(self):
+        """Where the ids of special tokens stand; the first that says wins."""
+        return [read_json(self.path, name) or {} for name in ("generation_config.json", "config.json")]
 
     def chat_template(self):
         """The folder's template, or None: a file of its own, the tokenizer configuration's only one or its default."""
@@ -228,6 +224,26 @@ class HuggingFaceCheckpoint(Checkpoint):
             named = {t.get("name"): t.get("template") for t in given if isinstance(t, dict)}
             given = named.get("default")
         return given if isinstance(given, str) else None
+
+
+class HuggingFaceCheckpoint(TokenizerFiles, Checkpoint):
+    """A folder as ``save_pretrained`` writes it. CheckpointError for whatever is wrong with it."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.raw_config = read_json(self.path, "config.json")
+        if self.raw_config is None:
+            raise CheckpointError("a folder without config.json; pass a GGUF file or a Hugging Face folder")
+        _, self.config = huggingface_config(self.raw_config)
+        family = FAMILIES[self.config.architecture]
+        self.transposed, self.qkv_by_heads = family.transposed, family.qkv_by_heads
+        self.norm_offset = family.norm_offset
+        tensors, self._mapped = find_tensors(self.path)
+        self.tensors = {_plain_name(name): tensor for name, tensor in tensors.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        self.names = self._names(family.tensors)
+        if "tie_word_embeddings" not in self.raw_config and self.name_of("head") not in self.shapes:
+            self.config = replace(self.config, tied=True)
 
     def _names(self, names):
         """The family's names, without their prefix where the file was saved from the bare model."""

@@ -10,7 +10,8 @@ from nbkernels.launch.device import current
 from nbkernels.model.config import CheckpointError
 from nbkernels.model.generation import LanguageModel
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
-from nbkernels.model.huggingface_reader import CONVERT, HuggingFaceCheckpoint
+from nbkernels.model.huggingface_reader import CONVERT, HuggingFaceCheckpoint, read_json
+from nbkernels.model.saved import MODEL_TYPE, SavedCheckpoint, load_saved
 from nbkernels.model.tokenizer import tokenizer_from_gguf, tokenizer_from_huggingface
 from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
 
@@ -18,7 +19,9 @@ _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bf
 
 
 def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
-    """Load a checkpoint: a Hugging Face folder with safetensors, or a GGUF file; of the families of ``families.FAMILIES``.
+    """Load a checkpoint: a Hugging Face folder with safetensors, a GGUF file, or what ``nbkernels convert`` wrote.
+
+    Of which families is said by ``families.FAMILIES``.
 
     device: "auto" (a GPU where one answers, else the CPU), "cuda", "emulator" or "cpu". dtype: "float32", "float16" or
     "bfloat16" (default bfloat16 on a GPU, float32 on the CPU). quantize: "int8" keeps the matrices in int8 with a scale
@@ -32,16 +35,21 @@ def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
         if quantize is not None and quantize not in QUANTIZATIONS:
             raise ValueError(f"quantize: {quantize!r}, wanted None or one of {', '.join(map(repr, QUANTIZATIONS))}")
         activations = _activation_dtype(dtype, on)
-        with _naming(path):
+        with naming(path):
             checkpoint = open_checkpoint(path)
+            if isinstance(checkpoint, SavedCheckpoint) and quantize not in (None, checkpoint.quantize):
+                raise CheckpointError(f"quantize: {quantize!r} for weights that are kept as {checkpoint.quantize!r}")
             tokenizer = read_tokenizer(checkpoint)
-        with _naming(path), _progress_bar(progress, checkpoint) as report:
-            transformer = load_transformer(checkpoint, dtype=activations, quantize=quantize, progress=report)
+        with naming(path), _progress_bar(progress, checkpoint) as report:
+            if isinstance(checkpoint, SavedCheckpoint):
+                transformer = load_saved(checkpoint, dtype=activations, progress=report)
+            else:
+                transformer = load_transformer(checkpoint, dtype=activations, quantize=quantize, progress=report)
         return LanguageModel(transformer, tokenizer, checkpoint.chat_template(), current())
 
 
 @contextmanager
-def _naming(path):
+def naming(path):
     """Whatever is wrong with a checkpoint is told with its path in front."""
     try:
         yield
@@ -62,7 +70,9 @@ def open_checkpoint(path):
     """A Checkpoint whose header and configuration were read, or a CheckpointError that says what the path is instead."""
     file = Path(path)
     if file.is_dir():
-        return HuggingFaceCheckpoint(file)
+        described = read_json(file, "config.json")
+        saved = described is not None and described.get("model_type") == MODEL_TYPE
+        return SavedCheckpoint(file) if saved else HuggingFaceCheckpoint(file)
     try:
         with open(file, "rb") as opened:
             start = opened.read(64)
