@@ -155,6 +155,20 @@ def test_rows_of_q_come_back_in_half_split_order(tmp_path):
         np.testing.assert_array_equal(got[:, i + half], stored[:, 2 * i + 1])
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_rows_of_every_type(tmp_path, kind):
+    import gguf
+
+    quantization = gguf.GGMLQuantizationType[kind]
+    _, row_bytes = gguf.quant_shape_to_byte_shape((7, 512), quantization)
+    stored = np.random.default_rng(0).integers(0, 60, (7, row_bytes)).astype(np.uint8)  # bytes that make no NaN
+    path = tiny_model.write(tmp_path / "k.gguf", extra=lambda w: w.add_tensor("more", stored, raw_dtype=quantization))
+    want = gguf.dequantize(stored, quantization).reshape(7, 512)
+    checkpoint = GGUFCheckpoint(path)
+    for rows in (slice(None), slice(2, 3), slice(3, 7)):
+        np.testing.assert_array_equal(checkpoint.read("more", rows), want[rows])
+
+
 def test_tied_and_untied_heads(tmp_path):
     tied = nbk.load(tiny_model.write(tmp_path / "tied.gguf"), device="cpu")
     assert tied.transformer.head is tied.transformer.embedding
