@@ -90,13 +90,9 @@ def gelu_mul(gate, up):
     return (_gelu_tanh(_work(gate)) * _work(up)).astype(gate.dtype, copy=False)
 
 
-def soft_cap(x, cap, *, out=None):
-    """cap · tanh(x / cap), element by element (the logits of Gemma 2). out: where to write it, x or another array."""
-    capped = (cap * np.tanh(_work(x) / cap)).astype(x.dtype, copy=False)
-    if out is None:
-        return capped
-    out[...] = capped
-    return out
+def soft_cap(x, cap):
+    """cap · tanh(x / cap), element by element (the logits of Gemma 2)."""
+    return (cap * np.tanh(_work(x) / cap)).astype(x.dtype, copy=False)
 
 
 def _gated(x):

@@ -346,8 +346,8 @@ def tokenizer_from_huggingface(checkpoint):
     path = checkpoint.path / "tokenizer.json"
     if not path.is_file():
         others = [n for n in ("tokenizer.model", "vocab.json", "vocab.txt") if (checkpoint.path / n).exists()]
-        beside = f" ({others[0]} is there: save it with AutoTokenizer.from_pretrained(…).save_pretrained(folder))"
-        raise CheckpointError(f"tokenizer.json is missing{beside if others else ''}")
+        save = "save it with AutoTokenizer.from_pretrained(…).save_pretrained(folder) of transformers"
+        raise CheckpointError("tokenizer.json is missing" + (f" ({others[0]} is there: {save})" if others else ""))
     try:
         backend = Backend.from_str(path.read_bytes().decode())
         backend.no_padding()
