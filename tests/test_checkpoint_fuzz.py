@@ -1,5 +1,6 @@
-"""Real headers, mutated: whatever a damaged or malicious file says, CheckpointError is all that comes out, and memory stays low."""
+"""Real headers, mutated: whatever a damaged or malicious file says, CheckpointError alone comes out, and memory stays low."""
 
+import json
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from nbkernels.model.config import CheckpointError
 from nbkernels.model.families import huggingface_config
 from nbkernels.model.gguf_reader import GGUFCheckpoint
 from nbkernels.model.huggingface_reader import parse_json, read_header
+from nbkernels.model.tokenizer import tokenizer_from_gguf
 
 pytest.importorskip("gguf")
 pytest.importorskip("safetensors")
@@ -112,8 +114,52 @@ def test_gguf_headers(tmp_path, monkeypatch):
     rng = np.random.default_rng(2)
     monkeypatch.setattr(np, "memmap", lambda data, *_, **__: np.frombuffer(data, np.uint8))
     monkeypatch.setattr("nbkernels.model.gguf_reader.Path", lambda data: data)
+
+    def read(data):
+        checkpoint = GGUFCheckpoint(data)
+        checkpoint.check()
+        tokenizer_from_gguf(checkpoint)
+
     inputs = (mutated_bytes(rng, content, limit) for _ in range(MUTATIONS * 2 // 5))
-    assert counted(lambda data: GGUFCheckpoint(data).check(), inputs) > MUTATIONS * 2 // 5 * 0.5
+    assert counted(read, inputs) > MUTATIONS * 2 // 5 * 0.5
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    2**70,
+    1.5,
+    -2.5,
+    1e308,
+    "",
+    "x",
+    [],
+    [[]],
+    {},
+    [1, "a", None],
+    {"a": []},
+    "llama",
+]
+
+
+def with_another_value(rng, text):
+    """JSON of which some value, perhaps within a value, is another or missing."""
+    value = json.loads(text)
+    place = value
+    key = list(place)[rng.integers(len(place))]
+    while isinstance(place[key], dict | list) and place[key] and rng.integers(2):
+        place = place[key]
+        key = rng.choice(list(place)) if isinstance(place, dict) else int(rng.integers(len(place)))
+    if isinstance(place, dict) and rng.integers(5) == 0:
+        del place[key]
+    else:
+        place[key] = VALUES[rng.integers(len(VALUES))]
+    return json.dumps(value).encode()
 
 
 def test_config_json():
@@ -125,7 +171,8 @@ def test_config_json():
         if isinstance(raw, dict):
             huggingface_config(raw)
 
-    inputs = (mutated_text(rng, texts[i % len(texts)]) for i in range(MUTATIONS // 5))
+    mutations = (mutated_text, with_another_value)
+    inputs = (mutations[i % 2](rng, texts[i % len(texts)]) for i in range(MUTATIONS // 5))
     assert counted(read, inputs) > MUTATIONS // 5 * 0.3
 
 

@@ -264,6 +264,18 @@ def _structure(family):
     }
 
 
+def _is_number(value):
+    """Whether a value of a stranger's file is a number that arithmetic can be done with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -(2**63) < value < 2**63
+
+
+def _root(value):
+    """The square root of a width."""
+    if value <= 0:
+        raise CheckpointError(f"a width of {value}, wanted a number above 0")
+    return math.sqrt(value)
+
+
 def _refuse_unknown(name, known):
     raise CheckpointError(f"architecture {name!r} is not supported; {', '.join(sorted(known))} are")
 
@@ -286,7 +298,7 @@ class _Values:
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"config.json: {key!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             raise CheckpointError(f"config.json: {key!r} is {value!r}, wanted a number")
         if whole:
             if value != int(value):
@@ -297,7 +309,7 @@ class _Values:
     def field(self, name, default=None, *, whole=True):
         return self.number(self.family.keys.get(name, KEYS[name]), default, whole=whole)
 
-    def positive_or_none(self, key):
+    def number_or_none(self, key):
         return None if self.get(key) is None else self.number(key)
 
 
@@ -307,7 +319,7 @@ def huggingface_config(raw):
     name = raw.get("model_type")
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in FAMILIES:
-        _refuse_unknown((raw.get("architectures") or [None])[0] if name is None else name, FAMILIES)
+        _refuse_unknown(raw.get("architectures") if name is None else name, FAMILIES)
     if raw.get("quantization_config"):
         method = (
             raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else None
@@ -318,7 +330,7 @@ def huggingface_config(raw):
     family = FAMILIES[name]
     values = _Values(raw, family)
     for key, allowed in family.required.items():
-        if raw.get(key) not in allowed:
+        if not any(raw.get(key) is value for value in allowed):
             raise CheckpointError(f"config.json: {key!r} is {raw[key]!r}, which is not supported")
     hidden, heads, layers = (values.field(field_name) for field_name in ("hidden", "heads", "layers"))
     head_dim = values.field("head_dim", hidden // max(heads, 1))
@@ -327,7 +339,7 @@ def huggingface_config(raw):
     activation = values.get(family.keys.get("activation", KEYS["activation"]))
     if activation is None:
         activation = family.activation
-    elif activation in ACTIVATIONS:
+    elif isinstance(activation, str) and activation in ACTIVATIONS:
         activation = ACTIVATIONS[activation]
     else:
         raise CheckpointError(f"config.json: activation {activation!r} is not supported; {', '.join(ACTIVATIONS)} are")
@@ -350,10 +362,10 @@ def huggingface_config(raw):
         activation=activation,
         parallel=parallel,
         tied=bool(values.get("tie_word_embeddings", family.tied)),
-        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else 1.0,
-        attention_scale=values.number(family.query_scale, head_dim) ** -0.5 if family.query_scale else None,
-        attention_soft_cap=values.positive_or_none("attn_logit_softcapping"),
-        logit_soft_cap=values.positive_or_none("final_logit_softcapping"),
+        embedding_scale=_root(hidden) if family.scaled_embedding else 1.0,
+        attention_scale=1 / _root(values.number(family.query_scale, head_dim)) if family.query_scale else None,
+        attention_soft_cap=values.number_or_none("attn_logit_softcapping"),
+        logit_soft_cap=values.number_or_none("final_logit_softcapping"),
         **_structure(family),
     )
     return name, config
@@ -372,7 +384,11 @@ def _layer_types(values, layers):
     types = values.get("layer_types")
     if types is not None:
         known = {"sliding_attention": True, "full_attention": False}
-        if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
+        if (
+            not isinstance(types, list)
+            or len(types) != layers
+            or not all(isinstance(t, str) and t in known for t in types)
+        ):
             raise CheckpointError(f"config.json: 'layer_types', wanted {layers} of {', '.join(known)}")
         return [known[t] for t in types]
     if values.family.full_every:
@@ -412,7 +428,7 @@ def _huggingface_rotary(values, layers, head_dim, context):
         given = scaling or {}
     if not isinstance(given, dict):
         raise CheckpointError("config.json: 'rope_parameters' or 'rope_scaling' is no object")
-    base = values.get("rope_theta", values.get("rotary_emb_base", 10000.0))
+    base = values.number("rope_theta", values.get("rotary_emb_base", 10000.0))
     if by_type is None:
         share, context, rotary = _one_rotary(values, given, base, head_dim, context)
         rotaries = (rotary,)
@@ -451,7 +467,7 @@ def _one_rotary(values, given, base, head_dim, context):
     share = given.get("partial_rotary_factor", values.get("partial_rotary_factor", values.get("rotary_pct")))
     if share is None:
         share = values.family.partial_rotary
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+    if not _is_number(share) or not 0 < share <= 1:
         raise CheckpointError(f"config.json: a share {share!r} of a head is rotated, wanted a number up to 1")
     base = given.number("rope_theta", base)
     if kind in ("default", "dynamic", "mrope"):
@@ -474,9 +490,9 @@ def _one_rotary(values, given, base, head_dim, context):
         low, high = given.number("low_freq_factor"), given.number("high_freq_factor")
         return share, context, Rotary(base, kind, factor, low, high, original_context=original)
     if kind == "yarn":
-        magnitude = given.get("attention_factor")
+        magnitude = given.number_or_none("attention_factor")
         scales = [given.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-        if magnitude is None and all(scales):
+        if magnitude is None and all(scale > 0 for scale in scales):
             magnitude = _yarn_magnitude(factor, scales[0]) / _yarn_magnitude(factor, scales[1])
         elif magnitude is None:
             magnitude = _yarn_magnitude(factor, 1.0)
@@ -505,11 +521,11 @@ def _longrope(given, base, original, rope_dim, context):
     factors = given.get("short_factor")
     if not isinstance(factors, list) or len(factors) != rope_dim // 2:
         raise CheckpointError(f"config.json: 'short_factor', wanted a list of {rope_dim // 2} numbers")
-    if any(isinstance(f, bool) or not isinstance(f, int | float) for f in factors):
+    if not all(map(_is_number, factors)):
         raise CheckpointError("config.json: 'short_factor', wanted numbers")
     original = context if original is None else original
     factor = given.number("factor", context / max(original, 1))
-    magnitude = given.get("attention_factor")
+    magnitude = given.number_or_none("attention_factor")
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     rotary = Rotary(base, "factors", factors=tuple(map(float, factors)), magnitude=float(magnitude))
@@ -525,7 +541,7 @@ def gguf_config(metadata, shapes, factors):
     metadata: a function of a key and a default; shapes: tensor name -> shape; factors: the tensor rope_freqs, or None.
     """
     architecture = metadata("general.architecture", None)
-    if architecture not in GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in GGUF_FAMILIES:
         _refuse_unknown(architecture, GGUF_FAMILIES)
     name = GGUF_FAMILIES[architecture]
     family = FAMILIES[name]
@@ -535,7 +551,7 @@ def gguf_config(metadata, shapes, factors):
         value = metadata(full, default)
         if value is None:
             raise CheckpointError(f"metadata {full!r} is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value):
             raise CheckpointError(f"metadata {full!r} is {value!r}, wanted a number")
         if whole and value != int(value):
             raise CheckpointError(f"metadata {full!r} is {value!r}, wanted an integer")
@@ -584,8 +600,8 @@ def gguf_config(metadata, shapes, factors):
         activation=family.activation,
         parallel=family.parallel_key is not None and bool(metadata(f"{architecture}.{family.parallel_key}", True)),
         tied="output.weight" not in shapes,
-        embedding_scale=math.sqrt(hidden) if family.scaled_embedding else 1.0,
-        attention_scale=divisor**-0.5 if family.query_scale else None,
+        embedding_scale=_root(hidden) if family.scaled_embedding else 1.0,
+        attention_scale=1 / _root(divisor) if family.query_scale else None,
         attention_soft_cap=caps[0],
         logit_soft_cap=caps[1],
         **_structure(family),

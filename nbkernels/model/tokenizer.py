@@ -237,7 +237,8 @@ def tokenizer_from_gguf(checkpoint):
         add_bos = PRE_TOKENIZERS[pre] == LLAMA3
     else:
         scores = checkpoint.metadata("tokenizer.ggml.scores")
-        if not isinstance(scores, list) or len(scores) != len(tokens):
+        numbers = isinstance(scores, list) and all(isinstance(s, float) and s == s for s in scores)
+        if not numbers or len(scores) != len(tokens):
             raise CheckpointError(f"the vocabulary's scores do not fit its {len(tokens)} tokens")
         prefix = bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True))
         backend = sentencepiece_backend(tokens, scores, types, prefix)
@@ -263,7 +264,7 @@ def byte_level_backend(tokens, merges, types, pre):
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise CheckpointError(f"pre-tokenizer {pre!r} is not supported; {', '.join(PRE_TOKENIZERS)} are")
     split = PRE_TOKENIZERS[pre]
     try:
