@@ -132,6 +132,11 @@ def write_gguf(path, name, kind="F32"):
     else:
         writer.add_layer_norm_eps(get("layer_norm_eps", "layer_norm_epsilon"))
     rope = config.get("rope_parameters") or {}
+    if "full_attention" in rope:  # Gemma 3: the other layers' base is known
+        rope = rope["full_attention"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if "rope_theta" in rope:
         writer.add_rope_freq_base(rope["rope_theta"])
@@ -175,11 +180,11 @@ def write_gguf(path, name, kind="F32"):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama-biased", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gpt2", "gpt_neox", "olmo2"],
+    ["llama", "llama-biased", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gemma3", "gpt2", "gpt_neox", "olmo2"],
 )
 def test_gguf_files_give_the_same_logits(name, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
-    if name == "gemma2":  # what GGUF files of Gemma 2 do not say: scores are divided by the root of head_dim
+    if "gemma" in name:  # what GGUF files of Gemma do not say: scores are divided by the root of head_dim
         changed = dict(family_models.load_recording(name))
         raw = json.loads(str(changed["config"])) | {"query_pre_attn_scalar": 32}
         folder = family_models.write_folder(tmp_path / "hf", changed, config=raw)

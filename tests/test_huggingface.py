@@ -171,7 +171,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(folder):
     refused(folder, rf"'{bias}' .* is none that architecture 'llama' has")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_weights_that_are_no_numbers_are_told(folder, value):
     for dtype in (np.float32, np.float16, bfloat16):
         spoilt = {k: v.astype(dtype) for k, v in ARRAYS.items()}

@@ -26,7 +26,7 @@ IGNORED = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias|attention\.bias|attention\.masked_bias)"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight|.*(vision_tower|multi_modal_projector)\..*"
 )
-CHECKED = 2**20  # elements that are looked at at once
+CHECKED = 2**18  # elements that are looked at at once: they stay in the cache
 
 
 def shape_of(config, part):
@@ -159,16 +159,18 @@ class Checkpoint:
 
 
 def _check_finite(values, name):
-    """CheckpointError where an element is NaN or infinite: its exponent's bits are all set."""
-    bits, exponent = {2: (np.uint16, 0x7C00), 4: (np.uint32, 0x7F800000)}[values.dtype.itemsize]
-    if values.dtype.itemsize == 2 and values.dtype != np.float16:  # bfloat16
-        exponent = 0x7F80
-    magnitude = bits(np.iinfo(bits).max >> 1)
-    words = values.view(bits)
+    """CheckpointError where an element is NaN or infinite.
+
+    Its exponent's bits are all set: as a signed integer it is the largest of the positive ones, as an unsigned one of all.
+    """
+    signed, unsigned = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32)}[values.dtype.itemsize]
+    infinity = int(np.array([np.inf], values.dtype).view(unsigned)[0])
+    negative = infinity | (1 << 8 * values.dtype.itemsize - 1)
+    words = values.view(unsigned)
     rows = max(1, CHECKED // max(1, int(np.prod(words.shape[1:]))))
     for start in range(0, words.shape[0], rows):
         part = words[start : start + rows]
-        if part.size and (part & magnitude).max() >= exponent:
+        if part.size and (part.view(signed).max() >= infinity or part.max() >= negative):
             raise CheckpointError(
                 f"tensor {name!r} holds NaN or infinite values: the file is damaged, or was trained to them"
             )

@@ -569,8 +569,11 @@ def gguf_config(metadata, shapes, factors):
     windows, rotations, rotaries = (), (), (rotary,)
     window = number("attention.sliding_window", 0)
     if layers <= 2**16:
-        windowed = [bool(family.full_every == 0 or (i + 1) % family.full_every) for i in range(layers)]
-        if window and family.windowed:
+        windowed = _gguf_windowed(
+            metadata(f"{architecture}.attention.sliding_window_pattern", family.full_every), layers
+        )
+        # files of Mistral are of the llama architecture
+        if window and (family.windowed or family.gguf == "llama"):
             windows = tuple(window if w else None for w in windowed)
         if family.local_base is not None:
             rotaries = (rotary, Rotary(number("rope.freq_base_swa", family.local_base, whole=False)))
@@ -606,6 +609,17 @@ def gguf_config(metadata, shapes, factors):
         logit_soft_cap=caps[1],
         **_structure(family),
     )
+
+
+def _gguf_windowed(pattern, layers):
+    """Whether each layer has a window. pattern: a list that says so, or that each so many'th has none (0: all have one)."""
+    if isinstance(pattern, list):
+        if len(pattern) != layers:
+            raise CheckpointError(f"a sliding window pattern of {len(pattern)} entries for {layers} layers")
+        return [bool(windowed) for windowed in pattern]
+    if not _is_number(pattern) or pattern < 0 or pattern != int(pattern):
+        raise CheckpointError(f"a sliding window pattern of {pattern!r}, wanted a number of layers")
+    return [bool(pattern == 0 or (i + 1) % int(pattern)) for i in range(layers)]
 
 
 def _gguf_rotary(metadata, number, architecture, factors, context):

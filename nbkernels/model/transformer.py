@@ -28,6 +28,7 @@ from nbkernels.model.checkpoint import shape_of
 TALL = 4
 # ``quantize`` of ``load`` -> (columns a scale of the matrices, None being a whole row; activations of ``int8_matmul``). Groups of
 # 32 are those of the GGUF block formats.
+STRETCH = 2**24  # elements that are copied to a device at once
 QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activations": (None, "int8")}
 
 
@@ -276,7 +277,7 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
             return linear(("gate", "up") if config.gated else ("up",), layer)
         nonlocal done
         placed = _place_weight(
-            [interleave_gate_up(*(checkpoint.tensor(part, layer) for part in ("gate", "up")))], dtype, quantize
+            [checkpoint.tensor(part, layer) for part in ("gate", "up")], dtype, quantize, interleave=True
         )
         done += 1
         progress(min(1.0, done / steps))
@@ -311,15 +312,42 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
     )
 
 
-def _place_weight(parts, dtype, quantize):
-    """Matrices of one width, one below the other, as one weight on the current device."""
+def _place_weight(parts, dtype, quantize, interleave=False):
+    """Matrices of one width as one weight on the current device: one below the other, or two row by row by turns.
+
+    On a device they are copied part by part, so that the host never holds more than a stretch of one.
+    """
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    if backend.on_host() and quantize is None and rows >= TALL * columns:
-        return _column_major(parts, rows, columns, dtype)
-    matrix = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if backend.on_host():
+        if interleave:
+            parts = [interleave_gate_up(*parts)]
+        if quantize is None and rows >= TALL * columns:
+            return _column_major(parts, rows, columns, dtype)
+        matrix = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        placed = matrix.astype(dtype if quantize is None else matrix.dtype, copy=False)
+    else:
+        placed = backend.zeros((rows, columns), dtype if quantize is None else parts[0].dtype)
+        at = 0
+        for stretch in _stretches(parts, interleave):
+            values = stretch.astype(placed.dtype, copy=False)
+            backend.overwrite(placed[at : at + len(values)], values)
+            at += len(values)
     if quantize is not None:
-        return backend.operations().quantize_int8(backend.place(matrix), group_size=QUANTIZATIONS[quantize][0])
-    return backend.place(matrix.astype(dtype, copy=False))
+        return backend.operations().quantize_int8(placed, group_size=QUANTIZATIONS[quantize][0])
+    return placed
+
+
+def _stretches(parts, interleave):
+    """The rows of a weight that is made of parts, some at a time."""
+    step = max(1, STRETCH // max(1, parts[0].shape[1]))
+    if interleave:
+        gate, up = parts
+        for start in range(0, len(gate), step):
+            yield interleave_gate_up(gate[start : start + step], up[start : start + step])
+        return
+    for part in parts:
+        for start in range(0, len(part), step):
+            yield part[start : start + step]
 
 
 def _column_major(parts, rows, columns, dtype):
