@@ -12,7 +12,7 @@ import nbkernels as nbk
 from nbkernels.arrays import bfloat16
 from nbkernels.cli import main
 from nbkernels.model.config import CheckpointError
-from nbkernels.model.huggingface_reader import INDEX, WEIGHTS, parse_json, read_header
+from nbkernels.model.huggingface_reader import DTYPES, INDEX, WEIGHTS, parse_json, read_header
 from nbkernels.model.saved import write_safetensors
 
 pytest.importorskip("tokenizers")
@@ -362,6 +362,37 @@ def test_convert_keeps_every_bit(tmp_path, name, quantize):
     assert main(["convert", str(folder), str(out), "--quantize", quantize, "--device", "cpu"]) == 2, (
         "never over another"
     )
+
+
+def test_a_damaged_int8_file_is_told(tmp_path, capsys):
+    folder, out = family_models.write_folder(tmp_path / "m", family_models.load_recording("gpt2")), tmp_path / "out"
+    assert main(["convert", str(folder), str(out), "--quantize", "int8", "--device", "cpu"]) == 0
+    with open(out / WEIGHTS, "rb") as file:
+        content = file.read()
+    tensors = read_header(memoryview(content), out / WEIGHTS)
+    kept = {
+        name: np.frombuffer(content[t.start : t.end], DTYPES[t.kind]).reshape(t.shape) for name, t in tensors.items()
+    }
+    one = "layers.1.down.scales"
+    for spoilt, match in (
+        ({k: v for k, v in kept.items() if k != one}, f"'{one}' is missing"),
+        ({**kept, one: kept[one][:-1]}, f"'{one}' is F32"),
+        ({**kept, "layers.1.qkv.bias": np.ones(3, np.float32)}, r"'layers\.1\.qkv\.bias' is F32"),
+        ({**kept, "more": np.ones(3, np.float32)}, "'more' is none that"),
+    ):
+        write(out, spoilt)
+        refused(out, match)
+        assert main(["doctor", str(out)]) == 1
+        capsys.readouterr()
+    config = json.loads((out / "config.json").read_text())
+    for changed in (
+        {"version": 99},
+        {"quantize": "int2"},
+        {"config": {}},
+        {"config": {**config["config"], "heads": "4"}},
+    ):
+        (out / "config.json").write_text(json.dumps({**config, **changed}))
+        refused(out, "config.json|heads")
 
 
 def test_convert_refuses_what_it_cannot_write(tmp_path, capsys):

@@ -134,7 +134,7 @@ class Checkpoint:
                 widths = dict.fromkeys(("gate", "up"), self.config.feed_forward)
             start = sum(list(widths.values())[: list(widths).index(part)])
             values = self._read(name, stored, kind, slice(start, start + widths[part]))
-        _check_finite(values, name)
+        check_finite(values, name)
         if self.interleaved and part in ("q", "k"):
             values = self._unpermuted(values)
         if part in NORMS and kind == "weight" and self.norm_offset:
@@ -158,7 +158,7 @@ class Checkpoint:
         return heads[:, order].reshape(values.shape)
 
 
-def _check_finite(values, name):
+def check_finite(values, name):
     """CheckpointError where an element is NaN or infinite.
 
     Its exponent's bits are all set: as a signed integer it is the largest of the positive ones, as an unsigned one of all.

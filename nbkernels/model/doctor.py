@@ -60,11 +60,10 @@ def examine(path):
             f"{2 * token} bytes a token in bfloat16: {2 * token * config.context / MIB:.0f} MiB a full context",
         )
     )
-    if not int8 and not isinstance(checkpoint, SavedCheckpoint):
-        try:
-            checkpoint.check()
-        except CheckpointError as error:
-            faults.append(str(error))
+    try:
+        checkpoint.check()
+    except CheckpointError as error:
+        faults.append(str(error))
     try:
         tokenizer = read_tokenizer(checkpoint)
         ends = " ".join(tokenizer.tokens[i] for i in sorted(tokenizer.end_ids) if i < len(tokenizer)) or "none"

@@ -19,6 +19,7 @@ import numpy as np
 
 from nbkernels.arrays import Int8Weight
 from nbkernels.model import backend
+from nbkernels.model.checkpoint import check_finite
 from nbkernels.model.config import CheckpointError, ModelConfig, Rotary
 from nbkernels.model.families import FAMILIES, KEYS, OF_MODEL
 from nbkernels.model.huggingface_reader import DTYPES, WEIGHTS, TokenizerFiles, find_tensors, read_json
@@ -117,17 +118,55 @@ class SavedCheckpoint(TokenizerFiles):
         self.config = _read_config(raw.get("config"))
         self.tensors, self._mapped = find_tensors(self.path)
 
-    def array(self, name, shape, kinds):
-        """A tensor of the wanted shape, a view of the file; kinds: the dtypes it may have."""
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"tensor {name!r} is missing")
-        if tensor.shape != shape or tensor.kind not in kinds:
-            raise CheckpointError(
-                f"tensor {name!r} is {tensor.kind} {tensor.shape}, wanted {' or '.join(kinds)} {shape}"
-            )
+    def wanted(self):
+        """Name -> (shape, dtypes it may have) of every tensor that the model has; biases, which it may have, are left out."""
+        c, floats = self.config, ("F32", "F16", "BF16")
+        matrices = {"embedding": (c.vocab, c.hidden)} | ({} if c.tied else {"head": (c.vocab, c.hidden)})
+        found = {"norm": ((c.hidden,), floats)}
+        if c.positions:
+            found["positions"] = ((c.context, c.hidden), floats)
+        for i in range(c.layers):
+            matrices |= {f"layers.{i}.{name}": shape for name, shape in _matrices(c).items()}
+            found |= {f"layers.{i}.{name}": ((columns,), floats) for name, columns in _norms(c).items()}
+        for name, shape in matrices.items():
+            if self.quantize is None:
+                found[name] = (shape, floats)
+                continue
+            group = QUANTIZATIONS[self.quantize][0]
+            found[f"{name}.values"] = (shape, ("I8",))
+            found[f"{name}.scales"] = ((shape[0], 1 if group is None else -(-shape[1] // group)), ("F32",))
+        return found
+
+    def check(self):
+        """CheckpointError unless every tensor is there in its shape and dtype, and none that the model has not."""
+        wanted = self.wanted()
+        rows = {
+            f"layers.{i}.{name}": shape[0]
+            for i in range(self.config.layers)
+            for name, shape in _matrices(self.config).items()
+        }
+        norms = {name: shape[0] for name, (shape, _) in wanted.items() if len(shape) == 1}
+        for name, columns in {**rows, **norms}.items():
+            if f"{name}.bias" in self.tensors:
+                wanted[f"{name}.bias"] = ((columns,), ("F32", "F16", "BF16"))
+        for name, (shape, kinds) in wanted.items():
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                raise CheckpointError(f"tensor {name!r} is missing")
+            if tensor.shape != shape or tensor.kind not in kinds:
+                found = f"is {tensor.kind} {tensor.shape}"
+                raise CheckpointError(f"tensor {name!r} {found}, wanted {' or '.join(kinds)} {shape}")
+        for name in self.tensors.keys() - wanted.keys():
+            raise CheckpointError(f"tensor {name!r} is none that this model has")
+
+    def array(self, name):
+        """A tensor, a view of the file. CheckpointError where it holds a NaN or an infinity."""
+        tensor = self.tensors[name]
         data = self._mapped[tensor.file][tensor.start : tensor.end]
-        return np.asarray(data.view(DTYPES[tensor.kind])).reshape(shape)
+        values = np.asarray(data.view(DTYPES[tensor.kind])).reshape(tensor.shape)
+        if tensor.kind != "I8":
+            check_finite(values, name)
+        return values
 
 
 def _read_config(given):
@@ -145,79 +184,74 @@ def _read_config(given):
         raise CheckpointError(f"config.json: 'config' cannot be read ({error})") from error
 
 
+def _norms(config):
+    """Field of Layer -> columns of each norm that a layer of the model has."""
+    c = config
+    found = {"attention_norm": c.hidden, "feed_forward_norm": c.hidden} if c.pre_norm else {}
+    if c.post_norm:
+        found |= {"post_attention_norm": c.hidden, "post_feed_forward_norm": c.hidden}
+    if c.qk_norm is not None:
+        rows = c.qk_norm == "row"
+        found |= {"q_norm": c.q_width if rows else c.head_dim, "k_norm": c.kv_width if rows else c.head_dim}
+    return found
+
+
+def _matrices(config):
+    """Field of Layer -> shape of each matrix."""
+    c = config
+    return {
+        "qkv": (c.q_width + 2 * c.kv_width, c.hidden),
+        "output": (c.hidden, c.q_width),
+        "gate_up": ((2 if c.gated else 1) * c.feed_forward, c.hidden),
+        "down": (c.hidden, c.feed_forward),
+    }
+
+
 def load_saved(checkpoint, *, dtype, progress):
     """The Transformer of a SavedCheckpoint, its arrays copied to the current device; on the CPU they are views of the file."""
     config, quantize = checkpoint.config, checkpoint.quantize
-    floats = ("F32", "F16", "BF16")
-    int8_activations = quantize is not None and QUANTIZATIONS[quantize][1] == "int8"
+    checkpoint.check()
+    family = FAMILIES.get(config.architecture)
+    exact_norms = family is not None and family.norm_offset != 0  # kept in float32 beside activations of 16 bits
     done, steps = 0, len(checkpoint.tensors)
 
-    def array(name, shape, kinds=floats, exact=False):
+    def array(name, kept=False):
         nonlocal done
-        values = checkpoint.array(name, shape, kinds)
+        values = checkpoint.array(name)
         done += 1
-        progress(min(1.0, done / max(steps, 1)))
-        return backend.place(values if exact else values.astype(dtype, copy=False))
+        progress(done / steps)
+        return backend.place(values if kept else values.astype(dtype, copy=False))
 
-    def matrix(name, shape):
+    def matrix(name):
         if quantize is None:
-            return array(name, shape)
-        group = QUANTIZATIONS[quantize][0]
-        groups = 1 if group is None else -(-shape[1] // group)
-        values = array(f"{name}.values", shape, ("I8",), exact=True)
-        return Int8Weight(values, array(f"{name}.scales", (shape[0], groups), ("F32",), exact=True), group)
+            return array(name)
+        return Int8Weight(array(f"{name}.values", True), array(f"{name}.scales", True), QUANTIZATIONS[quantize][0])
 
-    def bias(name, columns):
-        return array(f"{name}.bias", (columns,)) if f"{name}.bias" in checkpoint.tensors else None
+    def bias(name):
+        return array(f"{name}.bias") if f"{name}.bias" in checkpoint.tensors else None
 
-    def linear(name, shape):
-        return Weights(matrix(name, shape), bias(name, shape[0]))
+    def norm(name):
+        return Weights(array(name, exact_norms), bias(name))
 
-    def norm(name, columns):
-        # norms that were kept in float32 beside 16-bit activations stay so
-        family = FAMILIES.get(config.architecture)
-        exact = family is not None and family.norm_offset != 0
-        if name not in checkpoint.tensors:
-            return None
-        return Weights(array(name, (columns,), exact=exact), bias(name, columns))
-
-    c = config
-    embedding = matrix("embedding", (c.vocab, c.hidden))
-    q_norm = c.q_width if c.qk_norm == "row" else c.head_dim
-    k_norm = c.kv_width if c.qk_norm == "row" else c.head_dim
+    embedding = matrix("embedding")
     layers = []
-    for i in range(c.layers):
-        at = f"layers.{i}."
-        layer = Layer(
-            attention_norm=norm(at + "attention_norm", c.hidden),
-            qkv=linear(at + "qkv", (c.q_width + 2 * c.kv_width, c.hidden)),
-            q_norm=norm(at + "q_norm", q_norm),
-            k_norm=norm(at + "k_norm", k_norm),
-            output=linear(at + "output", (c.hidden, c.q_width)),
-            post_attention_norm=norm(at + "post_attention_norm", c.hidden),
-            feed_forward_norm=norm(at + "feed_forward_norm", c.hidden),
-            gate_up=linear(at + "gate_up", ((2 if c.gated else 1) * c.feed_forward, c.hidden)),
-            down=linear(at + "down", (c.hidden, c.feed_forward)),
-            post_feed_forward_norm=norm(at + "post_feed_forward_norm", c.hidden),
-        )
-        wanted = {
-            "attention_norm": c.pre_norm,
-            "feed_forward_norm": c.pre_norm,
-            "q_norm": c.qk_norm is not None,
-            "k_norm": c.qk_norm is not None,
-            "post_attention_norm": c.post_norm,
-            "post_feed_forward_norm": c.post_norm,
-        }
-        for name, there in wanted.items():
-            if there and getattr(layer, name) is None:
-                raise CheckpointError(f"tensor {at + name!r} is missing")
-        layers.append(layer)
-    head = embedding if c.tied else matrix("head", (c.vocab, c.hidden))
-    positions = array("positions", (c.context, c.hidden)) if c.positions else None
-    last = norm("norm", c.hidden)
-    if last is None:
-        raise CheckpointError("tensor 'norm' is missing")
-    return Transformer(c, dtype, embedding, layers, last, head, positions=positions, int8_activations=int8_activations)
+    for i in range(config.layers):
+        parts = dict.fromkeys(field.name for field in fields(Layer))
+        for name in _norms(config):
+            parts[name] = norm(f"layers.{i}.{name}")
+        for name in _matrices(config):
+            parts[name] = Weights(matrix(f"layers.{i}.{name}"), bias(f"layers.{i}.{name}"))
+        layers.append(Layer(**parts))
+    return Transformer(
+        config,
+        dtype,
+        embedding,
+        layers,
+        norm("norm"),
+        embedding if config.tied else matrix("head"),
+        positions=array("positions") if config.positions else None,
+        int8_activations=quantize is not None and QUANTIZATIONS[quantize][1] == "int8",
+    )
 
 
 # ---- Hugging Face folders ------------------------------------------------------------------------------------------------
