@@ -1,7 +1,7 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give rows for the
-harness, which needs torch and a GPU.
+``generate``, ``loading`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give
+rows for the harness, which needs torch and a GPU.
 """
 
 import argparse
@@ -11,7 +11,12 @@ from pathlib import Path
 
 from benchmarks import harness
 
-ANY_DEVICE = ("emulator", "generate", "quality")  # these measure by themselves; the others need torch and a GPU
+ANY_DEVICE = (
+    "emulator",
+    "generate",
+    "loading",
+    "quality",
+)  # these measure by themselves; the others need torch and a GPU
 
 
 def names():

@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate`` and ``nbkernels inspect``."""
+"""The console command: ``nbkernels generate``, ``convert``, ``doctor`` and ``inspect``."""
 
 import argparse
 import os
@@ -26,13 +26,31 @@ def build_parser():
     inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
     inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
     inspect.set_defaults(run=inspect_command)
+    convert = commands.add_parser("convert", help="write a checkpoint quantised, which loads faster, or as safetensors")
+    convert.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a GGUF file")
+    convert.add_argument("out", metavar="OUT", help="a new folder")
+    convert.add_argument(
+        "--quantize",
+        choices=("int8", "int8-rows", "int8-activations"),
+        help="as of generate; without it OUT is a plain Hugging Face folder",
+    )
+    convert.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
+    convert.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of what is not quantised")
+    convert.set_defaults(run=convert_command)
+    doctor = commands.add_parser("doctor", help="what a checkpoint is, whether it runs, in how much memory")
+    doctor.add_argument("model", metavar="MODEL", help="a Hugging Face folder, a GGUF file or what convert wrote")
+    doctor.set_defaults(run=doctor_command)
     return parser
 
 
 def add_generate_arguments(parser):
     """The arguments of ``generate``."""
     parser.add_argument("prompt", nargs="?", help="text to continue; read from standard input where it is left out")
-    parser.add_argument("--model", metavar="PATH", help="a GGUF file (default: the demo's SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a Hugging Face folder or a GGUF file (default: the demo's SmolLM2-135M-Instruct)",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="a conversation: the prompt is the first message, or type them"
     )
@@ -62,7 +80,7 @@ def add_generate_arguments(parser):
 def generate_command(options):
     """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
     from nbkernels.model import demo_model
-    from nbkernels.model.generation import load
+    from nbkernels.model.loading import load
     from nbkernels.model.sampling import SamplingOptions
 
     interactive = options.chat and options.prompt is None and sys.stdin.isatty()
@@ -93,6 +111,46 @@ def generate_command(options):
     if not options.no_summary:
         _summarise(generation.statistics)
     return 0
+
+
+def convert_command(options):
+    """Write a checkpoint in another form. Returns the exit status."""
+    import numpy as np
+
+    from nbkernels.arrays import bfloat16
+    from nbkernels.model import saved
+    from nbkernels.model.loading import load, naming, open_checkpoint, read_tokenizer
+
+    if options.quantize:
+        model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
+        saved.save(model, options.out, quantize=options.quantize)
+    else:
+        dtype = bfloat16 if options.dtype == "bfloat16" else np.dtype(options.dtype or "float32")
+        with naming(options.model):
+            checkpoint = open_checkpoint(options.model)
+            saved.write_huggingface(checkpoint, read_tokenizer(checkpoint), options.out, dtype=dtype)
+    print(f"wrote {options.out}")
+    return 0
+
+
+def doctor_command(options):
+    """Print what a checkpoint is. Returns the exit status: 0 where it runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nbkernels.model.doctor import examine
+
+    facts, faults = examine(options.model)
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(name, value)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for fault in faults:
+        console.print(f"does not run: {fault}")
+    if not faults:
+        console.print("runs")
+    return 1 if faults else 0
 
 
 def inspect_command(options):

@@ -45,6 +45,8 @@ CASES = {
     "rms_norm": lambda dtype: ops.rms_norm(_normal(16, 1024, dtype=dtype), residual=_normal(16, 1024, dtype=dtype)),
     "gelu": lambda dtype: ops.gelu(_normal(16, 1024, dtype=dtype)),
     "silu_mul": lambda dtype: ops.silu_mul(_normal(16, 1024, dtype=dtype), _normal(16, 1024, dtype=dtype)),
+    "gelu_mul": lambda dtype: ops.gelu_mul(_normal(16, 1024, dtype=dtype), _normal(16, 1024, dtype=dtype)),
+    "soft_cap": lambda dtype: ops.soft_cap(_normal(16, 1024, dtype=dtype), 30.0),
     "matmul": lambda dtype: ops.matmul(_normal(64, 256, dtype=dtype), _normal(128, 256, dtype=dtype)),
     "quantize_int8": lambda dtype: ops.quantize_int8(_normal(64, 256, dtype=dtype), group_size=32),
     "int8_matmul": _int8_matmul,
