@@ -194,7 +194,14 @@ def device(kind, *, arch=None):
 
     arch names the architecture the emulator stands for. Raises as ``resolve``.
     """
-    token = _chosen.set(resolve(kind, arch=arch))
+    with use(resolve(kind, arch=arch)) as chosen:
+        yield chosen
+
+
+@contextmanager
+def use(chosen):
+    """Run the operations inside on a given Device, which may be one of the emulator's that stands for a certain card."""
+    token = _chosen.set(chosen)
     try:
         yield _chosen.get()
     finally:
