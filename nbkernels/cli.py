@@ -1,6 +1,7 @@
-"""The console command: ``nbkernels generate`` and ``nbkernels inspect``."""
+"""The console command: ``nbkernels generate``, ``profile``, ``inspect`` and their like."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -26,7 +27,25 @@ def build_parser():
     inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
     inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
     inspect.set_defaults(run=inspect_command)
+    add_profile_command(commands)
     return parser
+
+
+def add_profile_command(commands):
+    """``profile``."""
+    profile = commands.add_parser(
+        "profile", help="which limit an operation stands at, and how its launches fill the card"
+    )
+    profile.add_argument("operation", help="softmax, attention, decode, matmul, …")
+    profile.add_argument("--shape", metavar="AxBx…", help="the extents, as 16384x4096 (default: a usual shape)")
+    profile.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float32, float16 or bfloat16 (default)")
+    profile.add_argument(
+        "--gpu", metavar="NAME", help="judge by a card's published figures: A100, H100, H200, RTX 4090"
+    )
+    profile.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    profile.add_argument("--plot", metavar="FILE.svg", help="draw a roofline")
+    profile.add_argument("--no-peers", action="store_true", help="time nothing but ours")
+    profile.set_defaults(run=profile_command)
 
 
 def add_generate_arguments(parser):
@@ -106,6 +125,24 @@ def inspect_command(options):
     for plan, report in launches(options.operation, dtype=options.dtype, arch=options.arch):
         print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
         report.print()
+    return 0
+
+
+def profile_command(options):
+    """Profile an operation and print what was found. Returns the exit status."""
+    from nbkernels.profiling.profile import profile_operation
+
+    found = profile_operation(
+        options.operation, shape=options.shape, dtype=options.dtype, gpu=options.gpu, peers=not options.no_peers
+    )
+    picture = found.svg() if options.plot else None
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
+    else:
+        found.print()
+    if options.plot:
+        with open(options.plot, "w") as file:
+            file.write(picture)
     return 0
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 from nbkernels.launch.device import EMULATED_SHARED_BYTES, Device, parse_arch
 
+LEAST_SHARED_BYTES = 99 * 1024
 SCHEDULERS = 4  # of a multiprocessor; each issues an instruction of a warp a cycle
 
 
@@ -38,7 +39,7 @@ class Card:
 
     def device(self):
         """A Device that plans as the card does, and runs on the emulator."""
-        shared_bytes = EMULATED_SHARED_BYTES[parse_arch(self.arch)[:2]]
+        shared_bytes = EMULATED_SHARED_BYTES.get(parse_arch(self.arch)[:2], LEAST_SHARED_BYTES)
         return Device("emulator", self.name, self.arch, self.sm_count, shared_bytes, self.memory_bytes)
 
 
@@ -63,9 +64,9 @@ PUBLISHED = {
 def published(name):
     """The Card of a name such as "H200" or "rtx4090". ValueError for one that is not in the table."""
     wanted = str(name).replace(" ", "").lower()
-    by_name = {known.replace(" ", "").lower(): card for known, card in PUBLISHED.items()}
-    if wanted not in by_name:
-        near = get_close_matches(wanted, by_name, n=1, cutoff=0.4)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
+    names = {known.replace(" ", "").lower(): known for known in PUBLISHED}
+    if wanted not in names:
+        near = get_close_matches(wanted, names, n=1, cutoff=0.4)
+        meant = f" (did you mean {names[near[0]]}?)" if near else ""
         raise ValueError(f"gpu: {name!r}, wanted one of {', '.join(PUBLISHED)}{meant}")
-    return by_name[wanted]
+    return PUBLISHED[names[wanted]]

@@ -44,7 +44,7 @@ class Operation:
 
     call: the public function; make(maker, *shape) -> (args, kwargs); cost(args, kwargs) -> Cost, of arrays with shape and dtype;
     products: whether its FLOPs are products of matrices, by the tensor cores; peer(torch, args, kwargs) -> a function without
-    arguments, of the same arguments as tensors, or None.
+    arguments, of the same arguments as tensors (an Int8Weight as a dense one), or None.
     """
 
     name: str
@@ -112,6 +112,21 @@ class DeviceMaker(HostMaker):
             return super().int8(rows, columns, group_size)
         groups = 1 if group_size is None else -(-columns // group_size)
         return Int8Weight(empty((rows, columns), INT8), empty((rows, groups), FLOAT32), group_size)
+
+
+class SizeMaker(HostMaker):
+    """Arrays of a shape and no memory, in NumPy: for what depends on sizes alone."""
+
+    def normal(self, *shape, dtype=None):
+        return np.broadcast_to(np.zeros((), dtype or self.dtype), shape)
+
+    def zeros(self, *shape, dtype=None):
+        return self.normal(*shape, dtype=dtype)
+
+    def int8(self, rows, columns, group_size):
+        groups = 1 if group_size is None else -(-columns // group_size)
+        values, scales = self.normal(rows, columns, dtype=INT8), self.normal(rows, groups, dtype=FLOAT32)
+        return Int8Weight(values, scales, group_size)
 
 
 def described(value):
@@ -279,10 +294,7 @@ def _rms_norm_peer(torch, args, kwargs):
 
 
 def _linear_peer(torch, args, kwargs):
-    x, weight = args
-    if hasattr(weight, "values"):  # int8: the dense product in x's dtype
-        weight = weight.values.to(x.dtype)
-    return lambda: torch.nn.functional.linear(x, weight)
+    return lambda: torch.nn.functional.linear(*args)
 
 
 _ROWS = ("rows", "columns")
