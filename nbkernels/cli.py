@@ -10,6 +10,8 @@ from nbkernels import __version__
 from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import KINDS
 
+QUANTIZATIONS = ("int8", "int8-rows", "int8-activations")
+
 
 def build_parser():
     """The command's arguments."""
@@ -36,7 +38,11 @@ def add_profile_command(commands):
     profile = commands.add_parser(
         "profile", help="which limit an operation stands at, and how its launches fill the card"
     )
-    profile.add_argument("operation", help="softmax, attention, decode, matmul, …")
+    profile.add_argument("operation", nargs="?", help="softmax, attention, decode, matmul, …")
+    profile.add_argument("--model", metavar="PATH", help="a whole model: a decode step and a prefill, on a GPU")
+    profile.add_argument("--quantize", choices=QUANTIZATIONS, help="of the model's matrices, as for generate")
+    profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens before the model's decode step")
+    profile.add_argument("--trace", metavar="FILE", help="write the model's timelines for chrome://tracing or Perfetto")
     profile.add_argument("--shape", metavar="AxBx…", help="the extents, as 16384x4096 (default: a usual shape)")
     profile.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float32, float16 or bfloat16 (default)")
     profile.add_argument(
@@ -62,7 +68,7 @@ def add_generate_arguments(parser):
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8", "int8-rows", "int8-activations"),
+        choices=QUANTIZATIONS,
         help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
@@ -129,7 +135,13 @@ def inspect_command(options):
 
 
 def profile_command(options):
-    """Profile an operation and print what was found. Returns the exit status."""
+    """Profile an operation or a model and print what was found. Returns the exit status."""
+    if (options.operation is None) == (options.model is None):
+        raise ValueError("wanted an operation (nbkernels profile softmax) or --model PATH")
+    if options.model is not None:
+        return _profile_model(options)
+    if options.trace:
+        raise ValueError("--trace is for a whole model: --model PATH")
     from nbkernels.profiling.profile import profile_operation
 
     found = profile_operation(
@@ -143,6 +155,23 @@ def profile_command(options):
     if options.plot:
         with open(options.plot, "w") as file:
             file.write(picture)
+    return 0
+
+
+def _profile_model(options):
+    from nbkernels.model.generation import load
+    from nbkernels.model.timeline import timelines
+    from nbkernels.profiling.timeline import chrome_trace
+
+    found = timelines(load(options.model, device="cuda", quantize=options.quantize), context=options.context)
+    if options.json:
+        print(json.dumps([timeline.as_dict() for timeline in found], indent=1))
+    else:
+        for timeline in found:
+            timeline.print()
+    if options.trace:
+        with open(options.trace, "w") as file:
+            file.write(chrome_trace(found))
     return 0
 
 
