@@ -292,6 +292,18 @@ def _peers(entry, args, kwargs):
         return {}, ("torch is not installed: no peer was timed",)
     if not torch.cuda.is_available():
         return {}, ("torch has no CUDA: no peer was timed",)
+    try:
+        own, options = as_tensors(args, kwargs)
+        cold, _ = timing.time_call(lambda *a, **k: entry.peer(torch, a, k)(), own, options)
+    except Exception as error:
+        return {}, (f"torch's own could not be timed: {str(error).splitlines()[0]}",)
+    return {"torch": cold.microseconds}, ()
+
+
+def as_tensors(args, kwargs):
+    """The arguments with torch's tensors in place of our arrays, which they share; an Int8Weight becomes a dense tensor."""
+    import torch
+
     dtype = next((d for d in map(_dtype_name, args) if d in DTYPES), "bfloat16")
 
     def tensor(value):
@@ -299,12 +311,7 @@ def _peers(entry, args, kwargs):
             return tensor(value.values).to(getattr(torch, dtype))
         return torch.from_dlpack(value) if type(value) is DeviceArray else value
 
-    own, options = tuple(map(tensor, args)), {key: tensor(value) for key, value in kwargs.items()}
-    try:
-        cold, _ = timing.time_call(lambda *a, **k: entry.peer(torch, a, k)(), own, options)
-    except Exception as error:
-        return {}, (f"torch's own could not be timed: {str(error).splitlines()[0]}",)
-    return {"torch": cold.microseconds}, ()
+    return tuple(map(tensor, args)), {key: tensor(value) for key, value in kwargs.items()}
 
 
 def _dtype_name(value):

@@ -194,17 +194,30 @@ def _captured_by_torch(calls, stream):
 
 def time_call(function, args=(), kwargs=None, *, l2_bytes=None, replays=REPLAYS):
     """(cold Timing, warm Timing) of ``function(*args, **kwargs)`` on the GPU. The ring is of copies of its arrays."""
-    kwargs = kwargs or {}
+    cold = prepared(function, args, kwargs, l2_bytes=l2_bytes)
+    warm = prepared(function, args, kwargs, l2_bytes=l2_bytes, warm=True)
+    return cold(replays), warm(replays)
+
+
+def prepared(function, args=(), kwargs=None, *, l2_bytes=None, warm=False):
+    """A function of a number of replays -> Timing of ``function(*args, **kwargs)``, with a cold or a warm cache.
+
+    It holds its graph and the arrays of its ring.
+    """
     l2_bytes = l2_bytes or l2_cache_bytes()
     stream = _stream()
-    args, kwargs = on_device(args), on_device(kwargs)
+    args, kwargs = on_device(args), on_device(kwargs or {})
     result = function(*args, **kwargs)
     memory.wait_for(0)
+    clock = EventClock(stream.handle)
+    if warm:
+        calls = [lambda: function(*args, **kwargs)] * WARM_CALLS
+        replay = captured(calls, stream, (args, kwargs))
+        return lambda replays=REPLAYS: time_replays(replay, len(calls), clock, replays=replays)
     count = sets_for(nbytes(args) + nbytes(kwargs) + nbytes(result), l2_bytes)
     del result
     ring = [(args, kwargs), *((copied(args), copied(kwargs)) for _ in range(count - 1))]
     memory.wait_for(0)
-    clock = EventClock(stream.handle)
     trash = memory.empty((2 * l2_bytes,), np.dtype(np.uint8))
 
     def overwrite():
@@ -212,10 +225,8 @@ def time_call(function, args=(), kwargs=None, *, l2_bytes=None, replays=REPLAYS)
             memory.fill_bytes(trash, 0)
 
     calls = [lambda a=a, k=k: function(*a, **k) for a, k in ring]
-    cold = time_replays(captured(calls, stream, (args, kwargs)), len(calls), clock, before=overwrite, replays=replays)
-    calls = [calls[0]] * WARM_CALLS
-    warm = time_replays(captured(calls, stream, (args, kwargs)), len(calls), clock, replays=replays)
-    return cold, warm
+    replay = captured(calls, stream, (args, kwargs))
+    return lambda replays=REPLAYS: time_replays(replay, len(calls), clock, before=overwrite, replays=replays)
 
 
 @lru_cache(maxsize=1)
@@ -242,7 +253,12 @@ def l2_cache_bytes():
 
 @cache
 def copy_speed():
-    """Bytes a second, read and written together, of a device-to-device copy of 2 GiB: what torch's ``copy_`` reaches."""
+    """``prepared_copy``'s speed, once a process: the ceiling of what is bound by memory."""
+    return prepared_copy()()
+
+
+def prepared_copy():
+    """A function -> bytes a second, read and written, of a device-to-device copy of 2 GiB: what torch's ``copy_`` reaches."""
     device = cuda_device()
     size = min(COPY_BYTES, device.memory_bytes // 8)
     source, target = (memory.empty((size,), np.dtype(np.uint8)) for _ in range(2))
@@ -254,7 +270,8 @@ def copy_speed():
             for _ in range(5):
                 memory.copy(target, source)
 
-    return 2 * size / (time_replays(copies, 5, EventClock(stream.handle), replays=10).microseconds * 1e-6)
+    clock = EventClock(stream.handle)
+    return lambda: 2 * size / (time_replays(copies, 5, clock, replays=10).microseconds * 1e-6)
 
 
 @cache
