@@ -30,6 +30,8 @@ def build_parser():
     inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
     inspect.set_defaults(run=inspect_command)
     add_profile_command(commands)
+    doctor = commands.add_parser("doctor", help="what is wrong with this installation, and what mends it")
+    doctor.set_defaults(run=doctor_command)
     return parser
 
 
@@ -156,6 +158,13 @@ def profile_command(options):
         with open(options.plot, "w") as file:
             file.write(picture)
     return 0
+
+
+def doctor_command(options):
+    """Print what is right and wrong with the installation. Returns the exit status, 1 where something is wrong."""
+    from nbkernels.profiling.doctor import examine, report
+
+    return report(examine())
 
 
 def _profile_model(options):

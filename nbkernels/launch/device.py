@@ -60,7 +60,7 @@ def parse_arch(arch):
     return (*capability, suffix) if suffix else capability
 
 
-def _driver_version():
+def driver_version():
     """The CUDA version the installed driver supports, as (major, minor). DeviceError where there is no driver."""
     try:
         from cuda.bindings import driver
@@ -109,13 +109,13 @@ def cuda_device():
 
 @cache
 def _find_cuda_device():
-    driver_version = _driver_version()
-    toolkit_version = _toolkit_version()
-    if driver_version[0] < toolkit_version[0]:
-        other = ", or pip install 'nbkernels[cu12]'" if driver_version[0] == 12 else ""
+    supported = driver_version()
+    toolkit = _toolkit_version()
+    if supported[0] < toolkit[0]:
+        other = ", or pip install 'nbkernels[cu12]'" if supported[0] == 12 else ""
         raise DeviceError(
-            f"the NVIDIA driver supports CUDA {driver_version[0]}.{driver_version[1]}, but the installed wheels are for "
-            f"CUDA {toolkit_version[0]}: update the driver{other}, or use device='cpu'"
+            f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but the installed wheels are for "
+            f"CUDA {toolkit[0]}: update the driver{other}, or use device='cpu'"
         )
     from cuda.core import Device as CoreDevice
 

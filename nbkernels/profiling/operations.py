@@ -10,7 +10,7 @@ from math import prod
 import ml_dtypes
 import numpy as np
 
-from nbkernels import ops, reference
+from nbkernels import ops
 from nbkernels.arrays import Int8Weight, as_device_array, is_host, library
 from nbkernels.kernels import (
     activation,
@@ -28,7 +28,7 @@ from nbkernels.kernels import (
     sampling,
     softmax,
 )
-from nbkernels.launch.device import current
+from nbkernels.launch.device import DeviceError, cuda_device, current
 from nbkernels.launch.memory import copy, empty, to_device
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -405,9 +405,13 @@ def operation_of(function):
     return next((entry for entry in OPERATIONS.values() if entry.call is function), None)
 
 
-def reference_of(entry):
-    """The function in NumPy that says what an Operation means."""
-    return getattr(reference, entry.call.__name__)
+def has_gpu():
+    """Whether a GPU answers that can run the kernels."""
+    try:
+        cuda_device()
+    except DeviceError:
+        return False
+    return True
 
 
 def checked_shape(entry, shape):

@@ -15,7 +15,7 @@ import numpy as np
 from nbkernels.arrays import DeviceArray, Int8Weight, as_device_array, is_host
 from nbkernels.kernels.elements import Cost
 from nbkernels.launch import emulated, memory
-from nbkernels.launch.device import DeviceError, cuda_device, device, use
+from nbkernels.launch.device import cuda_device, device, use
 from nbkernels.launch.replay import Note, noted
 from nbkernels.profiling import timing
 from nbkernels.profiling.cards import published
@@ -27,6 +27,7 @@ from nbkernels.profiling.operations import (
     checked_dtype,
     checked_shape,
     cost_of,
+    has_gpu,
     operation,
     operation_of,
 )
@@ -133,7 +134,7 @@ def profile(function, *args, gpu=None, cost=None, peers=True, **kwargs):
     name = getattr(function, "__name__", type(function).__name__)
     dtype = _products_dtype(args)
     subject = _Subject(name, function, dtype, products, cost)
-    if gpu is None and _has_gpu():
+    if gpu is None and has_gpu():
         with device("cuda"):
             return _measured(subject, args, kwargs, entry if peers else None)
     with use(_card(gpu).device()), emulated.planned():
@@ -149,7 +150,7 @@ def profile_operation(name, *, shape=None, dtype="bfloat16", gpu=None, peers=Tru
     entry = operation(name)
     shape = checked_shape(entry, entry.usual if shape is None else shape)
     dtype = checked_dtype(dtype)
-    on_gpu = gpu is None and _has_gpu()
+    on_gpu = gpu is None and has_gpu()
     card = None if on_gpu else _card(gpu)
     limit = cuda_device().memory_bytes if on_gpu else card.memory_bytes
     args, kwargs = entry.make(SizeMaker(dtype), *shape)
@@ -331,14 +332,6 @@ def _described(value):
     if hasattr(value, "shape"):
         return f"{_dtype_name(value)} {'×'.join(map(str, value.shape)) or 'scalar'}"
     return ""
-
-
-def _has_gpu():
-    try:
-        cuda_device()
-    except DeviceError:
-        return False
-    return True
 
 
 def _card(gpu):
