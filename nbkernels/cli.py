@@ -24,10 +24,19 @@ def build_parser():
     add_generate_arguments(generate)
     generate.set_defaults(run=generate_command)
     inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
-    inspect.add_argument("operation", help="softmax, attention, decode, int8_matmul, …")
-    inspect.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
-    inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
+    inspect.add_argument(
+        "operation", help="softmax, attention, decode, int8_matmul, …, or a kernel of yours: path.py:function"
+    )
+    inspect.add_argument(
+        "--shape", metavar="AxBx…", help="the extents (default: a small shape, which the emulator runs)"
+    )
+    inspect.add_argument("--signature", metavar="TYPES", help="of your kernel's arguments: 'float32[::1], int32'")
+    inspect.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float32, float16 or bfloat16 (default)")
+    inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89, sm_90a (default), sm_100a, …")
+    views = inspect.add_mutually_exclusive_group()
+    views.add_argument("--ptx", action="store_true", help="the PTX, beside the Python line it came from")
+    views.add_argument("--sass", action="store_true", help="the machine code, with live registers")
+    views.add_argument("--source", action="store_true", help="a line of Python a row, with all that is known of it")
     inspect.set_defaults(run=inspect_command)
     add_profile_command(commands)
     doctor = commands.add_parser("doctor", help="what is wrong with this installation, and what mends it")
@@ -123,16 +132,31 @@ def generate_command(options):
 
 
 def inspect_command(options):
-    """Print what each source line of an operation's kernels did on the emulator, or their PTX. Returns the exit status."""
-    from nbkernels.profiling.inspect import launches, ptx_of
+    """Print what each source line of some kernels does, or their PTX or SASS. Returns the exit status."""
+    from rich.console import Console
 
-    if options.ptx:
-        for text in ptx_of(options.operation, dtype=options.dtype, arch=options.arch):
-            print(text)
-        return 0
-    for plan, report in launches(options.operation, dtype=options.dtype, arch=options.arch):
-        print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
-        report.print()
+    from nbkernels.profiling import inspect
+
+    own = ".py:" in options.operation
+    if not own and options.signature:
+        raise ValueError("--signature is for a kernel of yours: path.py:function")
+    if own:
+        found = [inspect.own_kernel(options.operation, options.signature, arch=options.arch)]
+    else:
+        choice = {"dtype": options.dtype, "arch": options.arch, "shape": options.shape}
+        if not (options.ptx or options.sass or options.source):
+            for plan, report in inspect.launches(options.operation, **choice):
+                print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
+                report.print()
+            return 0
+        found = inspect.kernels(options.operation, **choice, run=options.source)
+    for kernel in found:
+        if options.ptx:
+            print(inspect.ptx_listing(kernel))
+        elif options.sass:
+            print(inspect.sass_listing(kernel))
+        else:
+            Console(highlight=False).print(inspect.source_table(kernel))
     return 0
 
 

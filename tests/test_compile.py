@@ -39,7 +39,7 @@ def test_cubin_is_kept(folder, monkeypatch):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiling, "_translate", never)
-    monkeypatch.setattr(compiling, "_assemble", never)
+    monkeypatch.setattr(compiling, "assemble", never)
     assert compiling.cubin(FACTORY, CONSTANTS, "sm_80") == (code, name)
 
 

@@ -295,7 +295,7 @@ def entry_name(text):
     return re.search(r"\.entry\s+(\w+)\(", text).group(1)
 
 
-def _assemble(text, arch):
+def assemble(text, arch):
     """PTX text -> cubin bytes, through nvJitLink."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
@@ -375,7 +375,7 @@ def cubin(factory, constants, arch, early=False):
 
     def make():
         text = ptx(factory, constants, arch, early)
-        code = _link(factory, constants, arch) if "setmaxnreg" in text else _assemble(text, arch)
+        code = _link(factory, constants, arch) if "setmaxnreg" in text else assemble(text, arch)
         return entry_name(text).encode() + b"\0" + code
 
     name, _, code = _kept(factory, constants, arch, "early.cubin" if early else "cubin", make).partition(b"\0")
