@@ -39,6 +39,13 @@ def build_parser():
     views.add_argument("--source", action="store_true", help="a line of Python a row, with all that is known of it")
     inspect.set_defaults(run=inspect_command)
     add_profile_command(commands)
+    tune = commands.add_parser(
+        "tune", help="measure an operation's launches on this GPU, and keep the fastest for later runs"
+    )
+    tune.add_argument("operation", nargs="?", help="matmul or int8_matmul (default: both)")
+    tune.add_argument("--shape", metavar="AxBx…", help="one shape (default: some usual ones)")
+    tune.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float16 or bfloat16 (default)")
+    tune.set_defaults(run=tune_command)
     doctor = commands.add_parser("doctor", help="what is wrong with this installation, and what mends it")
     doctor.set_defaults(run=doctor_command)
     return parser
@@ -181,6 +188,25 @@ def profile_command(options):
     if options.plot:
         with open(options.plot, "w") as file:
             file.write(picture)
+    return 0
+
+
+def tune_command(options):
+    """Measure candidates on the GPU and print what was kept. Returns the exit status."""
+    from nbkernels.profiling.tune import tune
+
+    if options.shape and options.operation is None:
+        raise ValueError("--shape is of one operation: nbkernels tune matmul --shape …")
+    found = 0
+    for found, choice in enumerate(tune(options.operation, shape=options.shape, dtype=options.dtype), 1):  # noqa: B007
+        timed = choice.best_timing
+        print(
+            f"{choice.heuristic.factory.__name__.removesuffix('_kernel')} {choice.call}: {timed.microseconds:.2f} µs "
+            f"({timed.low:.2f} to {timed.high:.2f}), {choice.gain:.1%} less than the heuristic's "
+            f"{choice.heuristic_timing.microseconds:.2f}; {choice.tried} tried, {choice.stopped} stopped early"
+        )
+    if not found:
+        print("nothing to choose: on this GPU other kernels serve these shapes")
     return 0
 
 

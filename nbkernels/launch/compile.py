@@ -330,7 +330,8 @@ def _is_module(name):
 
 
 @cache
-def _source_digest(module_name):
+def source_digest(module_name):
+    """sha256 of a kernel module's source and of the kernel sources it imports."""
     digest = hashlib.sha256()
     for name, path in sorted(_imported_modules(module_name).items()):
         digest.update(name.encode())
@@ -359,7 +360,7 @@ def _key(factory, constants, arch):
             f"{factory.__module__}.{factory.__qualname__}",
             repr(tuple(str(c) for c in constants)),
             arch,
-            _source_digest(factory.__module__),
+            source_digest(factory.__module__),
             _versions(),
         )
     )
