@@ -1,6 +1,9 @@
 """Profiles: what decides the bound, plans and resources of cards that are not here, and the timing, by fakes and on a GPU."""
 
+import gc
 import json
+import weakref
+from contextlib import contextmanager
 from xml.etree import ElementTree
 
 import numpy as np
@@ -77,9 +80,9 @@ def test_plans_of_a_card_take_no_memory_and_every_cost_is_known(name):
     sizes, options = entry.make(SizeMaker(DTYPES["bfloat16"]), *entry.usual)
     cost = cost_of(entry, sizes, options)
     assert cost.bytes > 0
-    # each array that is given is read at least (a cache and a table that is looked up in are not read whole)
+    # each array that is given is read, but for a cache and a table that is looked up in; tables of pages and lengths are small
     if name not in ("embedding", "rotary_append"):
-        assert cost.bytes >= timing.nbytes(sizes) + timing.nbytes(options) - 5 * entry.usual[0] * 256
+        assert cost.bytes >= 0.99 * (timing.nbytes(sizes) + timing.nbytes(options))
     with use(H200.device()), emulated.planned() as done:
         args, kwargs = entry.make(DeviceMaker(DTYPES["bfloat16"]), *entry.usual)
         entry.call(*args, **kwargs)
@@ -262,6 +265,47 @@ def test_every_call_of_a_cold_replay_has_arrays_of_its_own(monkeypatch):
     ring = seen[2:10]  # behind a first call for each of the two
     assert len({a for a, _ in ring}) == len({b for _, b in ring}) == 8
     assert seen[2:42] == ring * 5 and set(seen[42:]) == {ring[0]}
+
+
+def test_a_graph_keeps_its_results_and_its_scratch_memory(monkeypatch):
+    calls, replayed = [], []
+
+    class Result:
+        pass
+
+    class Graph:
+        @contextmanager
+        def capture(self, stream):
+            calls.append("capture")
+            yield
+
+        def replay(self, stream):
+            replayed.append(stream)
+
+    arenas, results = [], []
+
+    class Arena:
+        def __init__(self):
+            arenas.append(weakref.ref(self))
+
+    def call():
+        calls.append("call")
+        result = Result()
+        results.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(timing, "Graph", Graph)
+    monkeypatch.setattr(timing.memory, "Arena", Arena)
+    monkeypatch.setattr(timing.memory, "wait_for", lambda stream: None)
+    replay = timing.captured([call, call], type("Stream", (), {"handle": 7}))
+    gc.collect()
+    assert calls == ["call", "call", "capture", "call", "call"]
+    assert [r() is not None for r in results] == [False, False, True, True] and arenas[0]() is not None
+    replay()
+    assert replayed == [7]
+    del replay
+    gc.collect()
+    assert results[2]() is None and arenas[0]() is None
 
 
 def test_launches_are_noted():

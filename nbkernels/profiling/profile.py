@@ -329,7 +329,7 @@ def _products_dtype(args):
 def _described(value):
     if isinstance(value, Int8Weight):
         return f"int8 {'×'.join(map(str, value.shape))}, scales {'×'.join(map(str, value.scales.shape))}"
-    if hasattr(value, "shape"):
+    if hasattr(value, "shape") and not isinstance(value, np.dtype):
         return f"{_dtype_name(value)} {'×'.join(map(str, value.shape)) or 'scalar'}"
     return ""
 

@@ -165,7 +165,7 @@ def captured(calls, stream, arguments=()):
         with graph.capture(stream.handle):
             kept = [call() for call in calls]
 
-    def replay(kept=kept):  # ``kept`` and the arena live with it
+    def replay(held=(kept, arena)):  # the results, and the scratch memory that waits in the arena, live as long as this
         graph.replay(stream.handle)
 
     return replay
@@ -185,7 +185,7 @@ def _captured_by_torch(calls, stream):
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]
 
-    def replay(kept=kept):
+    def replay(held=kept):
         with torch.cuda.stream(outside):
             graph.replay()
 
