@@ -8,6 +8,7 @@ The names below are imported when first used, so that ``import nbkernels`` costs
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
+    profile                                       why a call takes its time, see ``nbkernels.profiling.profile``
     load, LanguageModel, KVCache, OutOfPages      the runtime, see ``nbkernels.model``
 """
 
@@ -44,6 +45,7 @@ _HOME = {
     "LanguageModel": "nbkernels.model.generation",
     **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
     "overlapping": "nbkernels.launch.overlap",
+    "profile": "nbkernels.profiling.profile",
 }
 
 __all__ = sorted(_HOME)
