@@ -81,6 +81,36 @@ def test_pictures_show_what_the_emulator_counts(performed):
             assert int(claims["sectors"]) == drawn(svg, "sector") == counts.sectors, file
 
 
+# thread of element (row, column), by the PTX ISA's formulas for m16n8k16 and for wgmma's accumulator
+FRAGMENTS = {
+    "09_tensor_cores_a.svg": (16 * 16, lambda row, column: row % 8 * 4 + column % 8 // 2),
+    "09_tensor_cores_b.svg": (8 * 16, lambda row, column: row * 4 + column % 8 // 2),
+    "09_tensor_cores_d.svg": (16 * 8, lambda row, column: row % 8 * 4 + column // 2),
+    "12_wgmma_and_bulk_copies_fragment.svg": (
+        64 * 16,
+        lambda row, column: row // 16 * 32 + row % 8 * 4 + column % 8 // 2,
+    ),
+}
+
+
+def test_pictures_of_fragments_and_bars_show_what_they_say(performed):
+    _, session, _ = performed
+    for file, svg in session.pictures:
+        if file in FRAGMENTS:
+            elements, owner = FRAGMENTS[file]
+            boxes = re.findall(r'class="owned" data-row="(\d+)" data-column="(\d+)" data-thread="(\d+)"', svg)
+            assert len(boxes) == elements
+            assert all(int(thread) == owner(int(row), int(column)) for row, column, thread in boxes), file
+        drawn_bars = re.findall(r'width="([\d.]+)"[^>]*class="bar"[^>]*data-value="(\d+)"', svg)
+        longest = max((int(value) for _, value in drawn_bars), default=1)
+        for width, value in drawn_bars:
+            assert float(width) == pytest.approx(max(1, 360 * int(value) / longest), abs=0.1), file
+        for label, value in re.findall(r'data-label="([^"]+)" data-value="(\d+)"', svg):
+            step = next((s for s in session.steps if s.title == label), None)
+            if step and "sectors of global memory" in svg:
+                assert int(value) == step.sectors, (file, label)
+
+
 @pytest.mark.parametrize(("width", "passes"), [(32, 32), (33, 1), (34, 2), (36, 4)])
 def test_a_bank_map_agrees_with_the_emulator_on_every_access(width, passes):
     transposing = lesson.definitions(3)

@@ -54,6 +54,7 @@ def product_launch(tile, threads, shared_bytes=0):
             bytes=4 * (x.size + weight.size + rows * columns),
             flops=2 * rows * columns * inner,
             shared_bytes=shared_bytes,
+            tolerance=lesson.rounding_of(inner),
         )
 
     return launch

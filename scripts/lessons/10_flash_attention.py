@@ -81,7 +81,8 @@ def mixture_launch(queries, keys):
     q, k, v = inputs(queries, keys)
     _, weights, y = (a.astype(np.float32) for a in attention(q, k, v))
     arguments = {"weights": weights, "v": v, "y": y, "keys": keys}
-    return Launch(queries, DIM, arguments, {"y": y}, bytes=weights.nbytes + v.nbytes + y.nbytes)
+    moved = weights.nbytes + v.nbytes + y.nbytes
+    return Launch(queries, DIM, arguments, {"y": y}, bytes=moved, tolerance=lesson.rounding_of(keys))
 
 
 SMALL, LARGE = (64, 128), (4096, 4096)
@@ -139,7 +140,8 @@ def flash_launch(queries, keys):
     y = attention(q, k, v)[2].astype(np.float32)
     moved = q.nbytes + k.nbytes + v.nbytes + y.nbytes
     arguments = {"q": q, "k": k, "v": v, "y": y, "keys": keys}
-    return Launch(queries // 64, 64, arguments, {"y": y}, bytes=moved, flops=4 * queries * keys * DIM, tolerance=1e-5)
+    flops, tolerance = 4 * queries * keys * DIM, lesson.rounding_of(keys)
+    return Launch(queries // 64, 64, arguments, {"y": y}, bytes=moved, flops=flops, tolerance=tolerance)
 
 
 flash = step("one kernel, a thread a query", flash_kernel, flash_launch, small=SMALL, large=LARGE)

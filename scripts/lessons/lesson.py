@@ -351,6 +351,15 @@ def _name_shared(factory, variables, accesses):
         access.offsets = access.offsets - start
 
 
+def rounding_of(additions):
+    """Tolerance of float32 sums of so many numbers, added one after the other.
+
+    Each addition is off by up to 2^-24 of the sum, at random, so that the root of their number counts (N. Higham, "Accuracy and
+    Stability of Numerical Algorithms", 2002); and twice that, for products and powers are rounded too.
+    """
+    return 2**-23 * additions**0.5
+
+
 def error_of(got, want):
     """The largest of the errors of arrays, each relative to the norm of what it should be. NaN where a NaN is."""
     worst = 0.0

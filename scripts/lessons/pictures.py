@@ -169,19 +169,24 @@ def _cells(accesses, shape, itemsize):
                     yield element // shape[1], element % shape[1], int(thread), int(block), access.order
 
 
-def owner_map(accesses, shape, itemsize, title, cell=CELL):
-    """A matrix [rows, columns]; each element in the colour, and with the number, of the lane that first touched it."""
+def owner_map(accesses, shape, itemsize, title, cell=CELL, shown=None):
+    """A matrix [rows, columns]; each element in the colour, and with the number, of the lane that first touched it.
+
+    shown: how many of the columns are drawn, where not all are.
+    """
+    shown = shown or shape[1]
     owners = {}
     for row, column, thread, _, _ in _cells(accesses, shape, itemsize):
-        owners.setdefault((row, column), thread)
+        if column < shown:
+            owners.setdefault((row, column), thread)
     canvas = Canvas(title, elements=len(owners))
     canvas.text(10, 18, title, 13, "start")
-    for column in range(shape[1]):
+    for column in range(shown):
         canvas.text(34 + column * cell + cell / 2, 38, column, 9)
     for row in range(shape[0]):
         y = 44 + row * cell
         canvas.text(28, y + cell * 0.68, row, 9, "end")
-        for column in range(shape[1]):
+        for column in range(shown):
             thread = owners.get((row, column))
             x = 34 + column * cell
             if thread is None:
