@@ -176,6 +176,7 @@ MISTAKES = {
         ("TILE - 1 - i", "i", "not turned around"),
         ("source + (t + 1) * BYTES", "source + (t + 1) * TILE", "wrong values"),
         ("y[t * TILE + i]", "y[i]", "is never written"),
+        (", alignment=16", "", "not aligned"),
         ("source + (t + 1) * BYTES", "source", "the source does not move on"),
     ],
     9: [
@@ -243,7 +244,8 @@ MISTAKES = {
         ("uint32(4 * PIECE), at)", "uint32(PIECE), at)", "deadlock"),
         ("        mbarrier_wait", "        if cuda.threadIdx.x == 0:\n            mbarrier_wait", "a race between"),
         ("ptx.address(x, cuda.blockIdx.x * PIECE)", "ptx.address(x, 0)", "the source does not move on"),
-        ("ptx.address(x, cuda.blockIdx.x * PIECE)", "ptx.address(x, cuda.blockIdx.x * PIECE + 1)", "line"),
+        ("ptx.address(x, cuda.blockIdx.x * PIECE)", "ptx.address(x, cuda.blockIdx.x * PIECE + 1)", "not aligned"),
+        (", alignment=16", "", "not aligned"),
         ("PIECE - 1 - i", "i", "not turned around"),
         ("PIECE - 1 - i", "PIECE - i", "line"),
         (

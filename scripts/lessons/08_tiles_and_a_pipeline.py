@@ -117,7 +117,8 @@ picture(
 # And let the copies run ahead. `cp.async` moves 16 bytes from global to shared memory while the thread goes on;
 # `commit` closes a group of copies, `wait(n)` waits until at most the `n` newest groups are on their way. With a ring
 # of `STAGES` tiles, the tile for two steps ahead is on its way while this one is multiplied. A thread that has waited
-# knows of *its own* copies; the barrier behind it makes that everybody's.
+# knows of *its own* copies; the barrier behind it makes that everybody's. (Accesses of 16 bytes want addresses that are
+# multiples of 16. An array of float32 promises a multiple of 4 alone, so these ask for more: `alignment=16`.)
 TILE, DEPTH, STAGES = 64, 16, 3
 WIDTH = DEPTH + 4  # words a row: rows of 16 bytes stay aligned, and rows lie in different banks
 A_WORDS = TILE * WIDTH
@@ -130,8 +131,8 @@ def pipeline_kernel(stages):
 
     @kernel(launch_bounds=256)
     def pipeline(x: floats, weight: floats, y: floats, columns: uint32, inner: uint32):
-        a = cuda.shared.array(ring, float32)
-        b = cuda.shared.array(ring, float32)
+        a = cuda.shared.array(ring, float32, alignment=16)
+        b = cuda.shared.array(ring, float32, alignment=16)
         thread = uint32(cuda.threadIdx.x)
         tx, ty = thread % uint32(16), thread // uint32(16)
         row, column = uint32(cuda.blockIdx.y * TILE), uint32(cuda.blockIdx.x * TILE)

@@ -90,8 +90,8 @@ def tile_mma_kernel(width):
 
     @kernel(launch_bounds=32)
     def tile_mma(a: words, b: words, d: floats):
-        a_tile = cuda.shared.array(a_words, uint32)
-        b_tile = cuda.shared.array(b_words, uint32)
+        a_tile = cuda.shared.array(a_words, uint32, alignment=16)
+        b_tile = cuda.shared.array(b_words, uint32, alignment=16)
         lane = uint32(cuda.threadIdx.x)
         for chunk in range(lane, ROWS * WORDS_A_ROW // 4, 32):
             r, w = chunk // (WORDS_A_ROW // 4), chunk % (WORDS_A_ROW // 4) * 4

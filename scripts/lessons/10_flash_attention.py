@@ -182,7 +182,7 @@ V_WORDS = 16 * V_WIDTH
 def tensor_kernel():
     @kernel(launch_bounds=32)
     def tensor(q: words, k: words, v: words, y: floats, keys: int32):
-        v_tile = cuda.shared.array(V_WORDS, uint32)
+        v_tile = cuda.shared.array(V_WORDS, uint32, alignment=16)
         lane = uint32(cuda.threadIdx.x)
         row, pair = lane // uint32(4), lane % uint32(4)
         first = cuda.blockIdx.x * 16

@@ -42,7 +42,7 @@ PIECE = 256  # numbers a block copies
 def bulk_kernel():
     @kernel(launch_bounds=128)
     def bulk(x: floats, y: floats):
-        tile = cuda.shared.array(PIECE, float32)
+        tile = cuda.shared.array(PIECE, float32, alignment=16)
         barrier = cuda.shared.array(1, uint64)
         at = ptx.shared_address(barrier)
         if cuda.threadIdx.x == 0:
@@ -72,7 +72,7 @@ step("a bulk copy, each piece turned around", bulk_kernel, bulk_launch, small=(4
 def unwaited_kernel():
     @kernel(launch_bounds=128)
     def unwaited(x: floats, y: floats):
-        tile = cuda.shared.array(PIECE, float32)
+        tile = cuda.shared.array(PIECE, float32, alignment=16)
         barrier = cuda.shared.array(1, uint64)
         at = ptx.shared_address(barrier)
         if cuda.threadIdx.x == 0:

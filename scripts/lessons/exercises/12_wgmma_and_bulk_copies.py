@@ -19,7 +19,7 @@ THREADS = 128
 def turn_kernel():
     @kernel(launch_bounds=THREADS)
     def turn(x: floats, y: floats):
-        tile = cuda.shared.array(PIECE, float32)
+        tile = cuda.shared.array(PIECE, float32, alignment=16)
         barrier = cuda.shared.array(1, uint64)
         at, to = ptx.shared_address(barrier), ptx.shared_address(tile)
         if cuda.threadIdx.x == 0:

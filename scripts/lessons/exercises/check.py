@@ -140,7 +140,7 @@ class Checker:
             verb = "writes" if " writes " in text or ": writes" in text else "reads"
             if "no mbarrier" in text:
                 return f"{here}: {who[0]} uses an mbarrier that nothing has initialised"
-            if "misaligned" in text:
+            if "multiple of" in text:
                 return f"{here}: {who[0]} uses an address that is not aligned: {text.rpartition(': ')[2]}"
             return f"{here}: {who[0]} {verb} {what}, outside the array; does every thread stay inside?"
         if isinstance(error, Deadlock):
@@ -213,7 +213,8 @@ class Checker:
 
     def shared_element(self, name, offset, constants):
         """An element of a shared array, by the shape and type its declaration gives."""
-        found = re.search(rf"\b{name} = cuda\.shared\.array\((.*?),\s*(\w+)\)\s*(?:#.*)?$", self.text, re.MULTILINE)
+        declared = rf"\b{name} = cuda\.shared\.array\((.*?),\s*(\w+)(?:, alignment=\d+)?\)\s*(?:#.*)?$"
+        found = re.search(declared, self.text, re.MULTILINE)
         if not found:
             return name
         scope = dict(inspect.getclosurevars(self.factory(*constants).function).globals)

@@ -13,7 +13,7 @@ RING = 2 * TILE
 def turn_kernel():
     @kernel(launch_bounds=64)
     def turn(x: floats, y: floats, tiles: int32):
-        ring = cuda.shared.array(RING, float32)
+        ring = cuda.shared.array(RING, float32, alignment=16)
         thread = cuda.threadIdx.x
         target = uint32(ptx.shared_address(ring) + 16 * thread)
         source = ptx.address(x, 4 * thread)
