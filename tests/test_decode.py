@@ -1,4 +1,4 @@
-"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks of a split, and the merge."""
+"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks of a split, and their merge."""
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +12,7 @@ from nbkernels.launch import memory
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SPLIT = decode.SPLIT
+SHARED_BYTES = 99 * 1024  # of a block, on the smallest of the architectures
 pytestmark = pytest.mark.emulate_one_in(3)
 # a sequence without keys, one key, the edges of a product's 16 keys, and both sides of a split's end
 LENGTHS = np.array([0, 1, 33, SPLIT, SPLIT + 1, 15, 16, 17], np.int32)
@@ -50,7 +51,7 @@ def check(q, k, v, lengths, **options):
     return got
 
 
-# tensor_decode with chunks of 32 (K) and 64 elements (V) full and short; decode by 16-byte loads (float32) and single elements
+# decode_tensor with whole products and a half one; decode_lanes by 16-byte loads (float32) and single elements
 TENSOR = [(16, F16), (64, BF16), (72, BF16), (80, F16), (128, BF16), (256, BF16), (256, F16)]
 MULTIPLY_ADD = [(16, F32), (64, F32), (80, F32), (128, F32), (256, F32), (72, F32), (13, F16), (1, BF16)]
 
@@ -80,7 +81,7 @@ def test_grouped_heads(device, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("head_dim, group, q_len", [(64, 4, 8), (128, 4, 8), (256, 2, 8), (16, 4, 8), (64, 3, 5)])
 def test_row_tiles(device, head_dim, group, q_len):
-    """tensor_decode with 4, 2 and 1 strips a block, several row tiles, and tiles whose last rows are no query."""
+    """decode_tensor with 4, 2 and 1 strips a block, several row tiles, and tiles whose last rows are no query."""
     check(*inputs(1, q_len, SPLIT + 20, 2 * group, 2, head_dim, F16), np.array([SPLIT + 9], np.int32), causal=True)
 
 
@@ -196,7 +197,7 @@ def test_offsets_beyond_32_bits(device, dtype):
 
 def test_the_plan_counts_splits_by_the_capacity_alone():
     def splits(batch, kv_len, heads=8, q_len=1):
-        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, False, False, True)[3]
+        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, SHARED_BYTES, False, False, True)[2]
 
     assert [splits(1, n) for n in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [1, 1, 1, 2, 10]
     assert splits(1, 5000) == splits(64, 5000) == splits(1, 5000, heads=64, q_len=8)
@@ -218,12 +219,12 @@ def test_the_plan_counts_splits_by_the_capacity_alone():
     ],
 )
 def test_the_plan_packs_rows(packed, head_dim, dtype, width, rows):
-    walk, merge, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, False, False, True)
+    walk, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, SHARED_BYTES, False, False, True)
     assert row_tiles == -(-packed // rows)
     assert walk.grid == (2 * row_tiles, 1, 1)
-    assert merge is None
+    assert walk.shared_bytes <= SHARED_BYTES
 
 
 def test_more_blocks_than_a_grid_holds_are_refused():
     with pytest.raises(ValueError, match="more than 2\\^31 - 1 blocks"):
-        decode.plan(2**20, 1, 2**20, 8, 8, 64, BF16, 8, False, False, True)
+        decode.plan(2**20, 1, 2**20, 8, 8, 64, BF16, 8, SHARED_BYTES, False, False, True)

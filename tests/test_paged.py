@@ -300,7 +300,10 @@ def test_a_shared_prefix(device, dtype, heads, head_dim, q_len, int8):
 def test_a_prefix_is_read_once():
     """By the plan: the walks behind it have fewer splits, and that of the prefix as many rows a block as there are."""
     masks = {"causal": False, "windowed": False, "has_lengths": True}
-    walk, _, _, splits = decode.plan(16, 1, 8192, 32, 8, 128, BF16, 8, **masks, paged=True, prefix_splits=16)
-    assert (walk.grid[0], splits) == (16 * 8 * 16, 32)
-    shared, tiles = decode.plan_prefix(16, 1, 32, 8, 128, BF16, 8, capped=False, int8_pages=False, prefix_splits=16)
-    assert tiles == 16 * 4 // 16 and shared.grid[0] == 8 * tiles * 16
+    splits = 8192 // SPLIT
+    walk, _, all_splits = decode.plan(16, 1, 8192, 32, 8, 128, BF16, 8, 2**17, **masks, paged=True, prefix_splits=5)
+    assert (walk.grid[0], all_splits) == (16 * 8 * (splits - 5), splits)
+    shared, tiles = decode.plan_prefix(
+        16, 1, 32, 8, 128, BF16, 8, 2**17, capped=False, int8_pages=False, prefix_splits=5
+    )
+    assert tiles == 16 * 4 // 16 and shared.grid[0] == 8 * tiles * 5

@@ -25,7 +25,7 @@ its own, and each sequence's walk begins behind them; the merge finds all splits
     sequence b:                          |  split 2  | …
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -38,8 +38,9 @@ from nbkernels.launch import memory
 from nbkernels.launch.launcher import Plan, launch
 
 SPLIT = 512  # keys a block: short enough that one sequence fills the card from a few thousand keys on
-WARPS = 4  # of decode_tensor
+WARPS, FEW_WARPS = 4, 2  # of decode_tensor; fewer where two steps of that many would not fit into LEAST_SHARED_BYTES
 STAGES = 3  # steps of keys that a warp of decode_tensor has room for, fewer where a multiprocessor has not
+LEAST_SHARED_BYTES = 99 * 1024  # of a block, on every architecture
 INT8_PIECE = 16  # int8 elements in 16 bytes
 
 
@@ -56,12 +57,16 @@ def _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes, most_strips=
             2 * strips * head_dim <= decode_tensor.STRIP_ELEMENTS and strips * strip < packed and strips < most_strips
         ):
             strips *= 2
-        stages, warps = STAGES, WARPS
         itemsize = 1 if int8_pages else 2
-        while stages > 2 and decode_tensor.block_bytes(head_dim, itemsize, strips, warps, stages) > shared_bytes:
+        keys = decode_tensor.step_keys(head_dim, itemsize)
+        of_block = partial(decode_tensor.block_bytes, head_dim, itemsize, strips, keys)
+        # the warps by the shape alone, since the bits hang on them
+        warps = WARPS if of_block(WARPS, 2) <= LEAST_SHARED_BYTES else FEW_WARPS
+        stages = STAGES
+        while stages > 2 and of_block(warps, stages) > shared_bytes:
             stages -= 1
-        used = decode_tensor.block_bytes(head_dim, itemsize, strips, warps, stages)
-        constants = (dtype, head_dim, strips, SPLIT, warps, stages)
+        used = of_block(warps, stages)
+        constants = (dtype, head_dim, strips, SPLIT, keys, warps, stages)
         return decode_tensor.decode_tensor_kernel, constants, strips * strip, warps * ptx.WARP, used
     rows = 1
     while rows < min(packed, decode_lanes.MAX_ROWS):
@@ -165,7 +170,15 @@ def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device
     # a window beyond every key hides nothing, and must not overflow
     window = 0 if window is None else min(window, kv_len + q_len)
     strides = [s for x in (q, k, v, out) for s in x.strides[:3]]
-    pointers = (q.pointer, k.pointer, v.pointer, lengths, out.pointer, *partials, counters.pointer if counters else 0)
+    pointers = (
+        q.pointer,
+        k.pointer,
+        v.pointer,
+        lengths,
+        out.pointer,
+        *partials,
+        0 if counters is None else counters.pointer,
+    )
     group = heads // kv_heads
     factor, cap = score_factors(scale, soft_cap)
     if prefix_splits:

@@ -67,31 +67,30 @@ def row_pieces(head_dim, itemsize):
     return pieces + pieces % 2 + 1
 
 
-def stage_bytes(head_dim, itemsize):
+def stage_bytes(head_dim, itemsize, keys):
     """Of a step of a warp: its keys, its values, and their scales where they are int8."""
-    keys = step_keys(head_dim, itemsize)
     return 2 * keys * row_pieces(head_dim, itemsize) * PIECE + (8 * keys if itemsize == 1 else 0)
 
 
-def warp_bytes(head_dim, itemsize, strips, stages):
+def warp_bytes(head_dim, itemsize, strips, keys, stages):
     """Of a warp's ring, in which it leaves its state in the end."""
-    return max(stages * stage_bytes(head_dim, itemsize), 4 * state_floats(strips * STRIP, head_dim))
+    return max(stages * stage_bytes(head_dim, itemsize, keys), 4 * state_floats(strips * STRIP, head_dim))
 
 
-def block_bytes(head_dim, itemsize, strips, warps, stages):
+def block_bytes(head_dim, itemsize, strips, keys, warps, stages):
     """Shared memory of a block."""
-    return FLAG_BYTES + warps * warp_bytes(head_dim, itemsize, strips, stages)
+    return FLAG_BYTES + warps * warp_bytes(head_dim, itemsize, strips, keys, stages)
 
 
 def decode_tensor_kernel(
-    dtype, head_dim, strips, split_keys, warps, stages, causal, windowed, has_lengths, capped=False, has_sinks=False,
+    dtype, head_dim, strips, split_keys, keys, warps, stages, causal, windowed, has_lengths, capped=False, has_sinks=False,
     paged=False, int8_pages=False, prefix=None,
 ):  # fmt: skip
     """A split of a KV head for STRIP · strips packed query rows, and the merge of the splits by the last block.
 
     grid: batch · kv_heads · splits · row tiles. Packed row r is query token r // group of query head r % group.
-    prefix: None, "shared" for the splits that all sequences have in common, their query tokens packed as those of one, or
-    "behind" for each sequence's own, from first_split on.
+    keys: of a warp's step; a warp has room for ``stages`` steps. prefix: None, "shared" for the splits that all sequences have in
+    common, their query tokens packed as those of one, or "behind" for each sequence's own, from first_split on.
     """
     name = "float16" if int8_pages else str(dtype)
     product = ptx.mma_update(name)
@@ -103,12 +102,12 @@ def decode_tensor_kernel(
     task = task_function(rows, causal, windowed, has_lengths, prefix == "behind")
     sight = sight_function(causal, windowed)
     cap = soft_cap_function(exact=False)
-    keys = step_keys(head_dim, itemsize)
     tiles = keys // TILE
     pieces = head_dim * itemsize // PIECE
     piece = PIECE // itemsize  # elements
     row_bytes = row_pieces(head_dim, itemsize) * PIECE
-    of_stage, of_warp = stage_bytes(head_dim, itemsize), warp_bytes(head_dim, itemsize, strips, stages)
+    of_stage = stage_bytes(head_dim, itemsize, keys)
+    of_warp = warp_bytes(head_dim, itemsize, strips, keys, stages)
     finish = finish_function(dtype, head_dim, split_keys, rows, warps, of_warp, has_sinks, prefix == "shared")
     k_scales_in = 2 * keys * row_bytes  # a stage: keys, values, scales of keys, of values
     ring_bytes = stages * of_stage
