@@ -20,7 +20,7 @@ holds the product.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint8, uint32
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.decode_merge import (
@@ -139,18 +139,18 @@ def decode_tensor_kernel(
         number, row = uint32(lane % uint32(lanes)), uint32(lane // uint32(lanes))
         if number < uint32(pieces):
             source = ptx.address(pointer, at + int64(row) * stride + int64(uint32(number * uint32(piece))))
-            following = (int64(together) * int64(itemsize)) * stride
+            following = uint64(int64(together * itemsize) * stride)
             target = uint32(to + uint32(uint32(row * uint32(row_bytes)) + uint32(number * uint32(PIECE))))
             if key >= begin and int32(key + int32(TILE)) <= end:
                 for n in range(copies):
                     ptx.cp_async_16(uint32(target + uint32(n * together * row_bytes)), source)
-                    source += following
+                    source = uint64(source + following)
             else:
                 for n in range(copies):
                     here = int32(key + int32(uint32(row + uint32(n * together))))
                     there = uint32(PIECE) if here >= begin and here < end else uint32(0)
                     ptx.cp_async_16_zfill(uint32(target + uint32(n * together * row_bytes)), source, there)
-                    source += following
+                    source = uint64(source + following)
 
     @cuda.jit(device=True, inline="always")
     def copy_step(
