@@ -111,7 +111,7 @@ def decode_tensor_kernel(
     finish = finish_function(dtype, head_dim, split_keys, rows, warps, of_warp, has_sinks, prefix == "shared")
     k_scales_in = 2 * keys * row_bytes  # a stage: keys, values, scales of keys, of values
     ring_bytes = stages * of_stage
-    lanes = 1  # of a row's copies
+    lanes = ptx.WARP // TILE  # of a row's copies
     while lanes < pieces:
         lanes *= 2
     together = ptx.WARP // lanes  # rows a warp copies at once
