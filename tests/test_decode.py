@@ -8,6 +8,7 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.kernels import decode
+from nbkernels.kernels.decode_merge import FAN
 from nbkernels.launch import memory
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -118,6 +119,34 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_cache(device, dtype, q_le
         for capacity in {int(n), 3 * SPLIT}:  # the first of them fits into one split, and is written without a merge
             alone = run(q[one], k[one, :capacity], v[one, :capacity], lengths[one], causal=True)
             np.testing.assert_array_equal(alone[0], together[b])
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 32 keys, so that a few hundred keys make a merge of two and three levels."""
+    monkeypatch.setattr(decode, "SPLIT", 32)
+    decode.plan.cache_clear()
+    yield 32
+    decode.plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(BF16, 16), (F32, 16), (F16, 13)])
+@pytest.mark.parametrize("q_len, window", [(1, None), (3, None), (1, 530), (2, 100)])
+def test_levels_of_the_merge(device, short_splits, dtype, head_dim, q_len, window):
+    """Sixteen splits are one group, seventeen are two; windows begin within a group and leave whole ones unseen."""
+    group = FAN * short_splits
+    lengths = np.array([group, group + 1, 0, 31, 2 * group + 70], np.int32)
+    q, k, v = inputs(5, q_len, 2 * group + 75, 2, 1, head_dim, dtype)
+    options = {"causal": True, "window": window}
+    together = check(q, k, v, lengths, **options)
+    for b in (0, 1):  # in caches of one level and of two
+        one, n = slice(b, b + 1), int(lengths[b])
+        np.testing.assert_array_equal(run(q[one], k[one, :n], v[one, :n], lengths[one], **options)[0], together[b])
+
+
+def test_a_merge_of_three_levels(device, short_splits):
+    n = FAN * FAN * short_splits + 5
+    check(*inputs(1, 1, n, 1, 1, 16, BF16), np.array([n], np.int32))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

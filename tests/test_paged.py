@@ -297,6 +297,31 @@ def test_a_shared_prefix(device, dtype, heads, head_dim, q_len, int8):
     )
 
 
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 32 keys, so that a few hundred keys are several groups of splits."""
+    monkeypatch.setattr(decode, "SPLIT", 32)
+    plans = decode.plan, decode.plan_prefix
+    for kept in plans:
+        kept.cache_clear()
+    yield 32
+    for kept in plans:
+        kept.cache_clear()
+
+
+@pytest.mark.parametrize("dtype, int8", [(BF16, False), (F16, True), (F32, False)])
+@pytest.mark.parametrize("splits", [16, 17, 33])
+def test_a_prefix_of_several_groups_of_splits(device, short_splits, dtype, int8, splits):
+    """Whole groups are merged by the prefix's own walk, the splits of the last one by each sequence."""
+    prefix = short_splits * splits
+    paged = Paged([prefix + 1, prefix + 40, prefix + 700], 1, 16, dtype, 16, int8)
+    paged.table[:, : prefix // 16] = paged.table[:1, : prefix // 16]
+    for exact in paged.exact:
+        exact[:, :prefix] = exact[:1, :prefix]
+    q = queries(3, 1, 2, 16, dtype)
+    np.testing.assert_array_equal(paged.run(q, prefix=prefix), paged.check(q))
+
+
 def test_a_prefix_is_read_once():
     """By the plan: the walks behind it have fewer splits, and that of the prefix as many rows a block as there are."""
     masks = {"causal": False, "windowed": False, "has_lengths": True}
