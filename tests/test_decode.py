@@ -250,10 +250,24 @@ def test_the_plan_counts_splits_by_the_capacity_alone():
 def test_the_plan_packs_rows(packed, head_dim, dtype, width, rows):
     walk, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, SHARED_BYTES, False, False, True)
     assert row_tiles == -(-packed // rows)
-    assert walk.grid == (2 * row_tiles, 1, 1)
+    assert walk.grid == (row_tiles, 1, 2)
     assert walk.shared_bytes <= SHARED_BYTES
 
 
-def test_more_blocks_than_a_grid_holds_are_refused():
-    with pytest.raises(ValueError, match="more than 2\\^31 - 1 blocks"):
-        decode.plan(2**20, 1, 2**20, 8, 8, 64, BF16, 8, SHARED_BYTES, False, False, True)
+def test_more_splits_than_a_grid_holds_are_refused():
+    with pytest.raises(ValueError, match="more than 65535 splits"):
+        decode.plan(1, 1, 2**26, 8, 8, 64, BF16, 8, SHARED_BYTES, False, False, True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_batch_beyond_a_grid_goes_in_parts(device, monkeypatch, paged):
+    monkeypatch.setattr(decode, "MOST_BLOCKS", 2)
+    lengths = np.array([5, 33, 20], np.int32)
+    q, k, v = inputs(3, 1, 48, 2, 1, 64, BF16)
+    if not paged:
+        check(q, k, v, lengths)
+        return
+    pools = (to_device(x.reshape(9, 16, 1, 64)) for x in (k, v))
+    table = np.arange(9, dtype=np.int32).reshape(3, 3)
+    got = nbk.paged_attention(to_device(q), *pools, to_device(table), to_device(lengths))
+    assert relative_error(got, exact(q, k, v, lengths)) < BOUND[BF16]

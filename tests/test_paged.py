@@ -327,8 +327,8 @@ def test_a_prefix_is_read_once():
     masks = {"causal": False, "windowed": False, "has_lengths": True}
     splits = 8192 // SPLIT
     walk, _, all_splits = decode.plan(16, 1, 8192, 32, 8, 128, BF16, 8, 2**17, **masks, paged=True, prefix_splits=5)
-    assert (walk.grid[0], all_splits) == (16 * 8 * (splits - 5), splits)
+    assert (walk.grid, all_splits) == ((8, splits - 5, 16), splits)
     shared, tiles = decode.plan_prefix(
         16, 1, 32, 8, 128, BF16, 8, 2**17, capped=False, int8_pages=False, prefix_splits=5
     )
-    assert tiles == 16 * 4 // 16 and shared.grid[0] == 8 * tiles * 5
+    assert tiles == 16 * 4 // 16 and shared.grid == (8 * tiles, 5, 1)

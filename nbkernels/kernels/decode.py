@@ -42,6 +42,7 @@ WARPS, FEW_WARPS = 4, 2  # of decode_tensor; fewer where two steps of that many 
 STAGES = 3  # steps of keys that a warp of decode_tensor has room for, fewer where a multiprocessor has not
 LEAST_SHARED_BYTES = 99 * 1024  # of a block, on every architecture
 INT8_PIECE = 16  # int8 elements in 16 bytes
+MOST_BLOCKS = 65535  # of a grid's second and third axes
 
 
 def _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes, most_strips=decode_tensor.MAX_STRIPS):
@@ -89,11 +90,11 @@ def plan(
     splits = max(1, -(-kv_len // SPLIT))
     factory, constants, rows, threads, used = _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes)
     row_tiles = -(-packed // rows)
-    blocks = batch * kv_heads * row_tiles * (splits - prefix_splits)
-    if blocks > 2**31 - 1:
-        raise ValueError(f"{batch} sequences of {kv_len} keys and {heads} heads need more than 2^31 - 1 blocks")
+    if splits > MOST_BLOCKS:
+        raise ValueError(f"{kv_len} keys are more than {MOST_BLOCKS} splits of {SPLIT}")
+    grid = (kv_heads * row_tiles, splits - prefix_splits, batch)
     options = (causal, windowed, has_lengths, capped, has_sinks, paged, int8_pages, "behind" if prefix_splits else None)
-    return Plan(factory, (*constants, *options), (blocks, 1, 1), (threads, 1, 1), used), row_tiles, splits
+    return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles, splits
 
 
 @lru_cache(maxsize=4096)
@@ -102,11 +103,9 @@ def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, shared_by
     packed = heads // kv_heads * q_len * batch
     factory, constants, rows, threads, used = _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes)
     row_tiles = -(-packed // rows)
-    blocks = kv_heads * row_tiles * prefix_splits
-    if blocks > 2**31 - 1:
-        raise ValueError(f"{batch} sequences and {heads} heads need more than 2^31 - 1 blocks")
     options = (False, False, False, capped, False, True, int8_pages, "shared")
-    return Plan(factory, (*constants, *options), (blocks, 1, 1), (threads, 1, 1), used), row_tiles
+    grid = (kv_heads * row_tiles, prefix_splits, 1)
+    return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles
 
 
 def cost(batch, q_len, kv_len, heads, kv_heads, head_dim, itemsize, kv_itemsize=None):
@@ -137,6 +136,15 @@ def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device
     pages: None, or (block_table, k_scales, v_scales, prefix) of ``nbkernels.paged_attention``, the pools as k and v.
     """
     batch, q_len, heads, head_dim = q.shape
+    if batch > MOST_BLOCKS:
+        for first in range(0, batch, MOST_BLOCKS):
+            part = slice(first, first + MOST_BLOCKS)
+            k_part, v_part = (k[part], v[part]) if pages is None else (k, v)
+            pages_part = None if pages is None else (pages[0][part], *pages[1:])
+            lengths = None if kv_lengths is None else kv_lengths[part]
+            options = (causal, scale, window, soft_cap, sinks, lengths, out[part], device, stream, pages_part)
+            run(q[part], k_part, v_part, *options)
+        return
     kv_len, kv_heads = k.shape[1:3]
     table, int8_pages, prefix_splits = (), k.dtype != q.dtype, 0
     if pages is not None:
@@ -183,8 +191,8 @@ def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device
     factor, cap = score_factors(scale, soft_cap)
     if prefix_splits:
         as_tokens = (0, q.strides[0] // q_len, *strides[2:])
-        sizes = (batch * q_len, prefix_splits * SPLIT, kv_heads, group, shared_tiles, prefix_splits, 0)
+        sizes = (batch * q_len, prefix_splits * SPLIT, kv_heads, group, shared_tiles, 0)
         launch(shared, (*pointers, *sizes, splits, all_places, 0, factor, *as_tokens, *cap, *table), device, stream)
-    sizes = (q_len, kv_len, kv_heads, group, row_tiles, splits - prefix_splits, prefix_splits, splits, all_places)
+    sizes = (q_len, kv_len, kv_heads, group, row_tiles, prefix_splits, splits, all_places)
     sink = () if sinks is None else (sinks.pointer,)
     launch(walk, (*pointers, *sizes, window, factor, *strides, *cap, *sink, *table), device, stream)

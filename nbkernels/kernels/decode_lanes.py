@@ -55,7 +55,7 @@ def decode_lanes_kernel(
     load, _ = access(dtype, width)
     load_kv = load_int8(width) if int8_pages else load
     stored = "int8" if int8_pages else dtype
-    task = task_function(rows, causal, windowed, has_lengths, prefix == "behind")
+    task = task_function(rows, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     warp_bytes = 4 * state_floats(rows, head_dim)
     finish = finish_function(dtype, head_dim, split_keys, rows, WARPS, warp_bytes, has_sinks, prefix == "shared")
@@ -88,7 +88,6 @@ def decode_lanes_kernel(
         kv_heads: uint32,
         group: uint32,
         row_tiles: uint32,
-        splits: uint32,
         first_split: uint32,
         all_splits: uint32,
         all_places: uint32,
@@ -135,7 +134,7 @@ def decode_lanes_kernel(
         v_factors = cuda.local.array(unroll, float32)
 
         batch, kv_head, tile, split, count, first_key, end_key, _, _ = task(
-            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split
+            kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
         )
         split_start = int32(split * uint32(split_keys))
         begin = max(split_start, first_key)

@@ -73,25 +73,23 @@ def sight_function(causal, windowed):
 
 
 @cache
-def task_function(rows, causal, windowed, has_lengths, prefixed):
+def task_function(rows, causal, windowed, has_lengths):
     """task(…) -> (batch, kv_head, tile, split, count, first, last, first_of_all, last_of_all): a block's part.
 
     Some of its rows see keys first to last - 1, and all of them keys first_of_all to last_of_all - 1.
-    Neighbouring blocks are the row tiles of one split: where there are several, K and V come from L2 for all but one.
+    grid: KV heads · row tiles in x, splits in y, sequences in z. Neighbouring blocks read the same memory: a token's heads
+    lie side by side, and the row tiles of a split read the same keys.
     """
     sight = sight_function(causal, windowed)
 
     @cuda.jit(device=True, inline="always")
-    def task(kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split):
-        block = uint32(cuda.blockIdx.x)
-        tile = uint32(block % row_tiles)
-        block = uint32(block // row_tiles)
-        split = uint32(block % splits)
-        if prefixed:
-            split = uint32(split + first_split)
-        block = uint32(block // splits)
-        kv_head = int64(block % kv_heads)
-        batch = int64(block // kv_heads)
+    def task(kv_lengths, q_len, kv_len, group, row_tiles, window, first_split):
+        head_tile = uint32(cuda.blockIdx.x)
+        kv_head, tile = head_tile, uint32(0)
+        if row_tiles > uint32(1):
+            kv_head, tile = uint32(head_tile // row_tiles), uint32(head_tile % row_tiles)
+        split = uint32(uint32(cuda.blockIdx.y) + first_split)
+        batch = int64(uint32(cuda.blockIdx.z))
         count = kv_len
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
@@ -102,7 +100,7 @@ def task_function(rows, causal, windowed, has_lengths, prefixed):
         )
         first, last_of_all = sight(first_token, q_len, count, window)
         first_of_all, last = sight(last_token, q_len, count, window)
-        return batch, kv_head, tile, split, count, first, max(last, first), first_of_all, last_of_all
+        return batch, int64(kv_head), tile, split, count, first, max(last, first), first_of_all, last_of_all
 
     return task
 

@@ -88,7 +88,7 @@ def decode_tensor_kernel(
 ):  # fmt: skip
     """A split of a KV head for STRIP · strips packed query rows, and the merge of the splits by the last block.
 
-    grid: batch · kv_heads · splits · row tiles. Packed row r is query token r // group of query head r % group.
+    grid: as ``task_function`` has it. Packed row r is query token r // group of query head r % group.
     keys: of a warp's step; a warp has room for ``stages`` steps. prefix: None, "shared" for the splits that all sequences have in
     common, their query tokens packed as those of one, or "behind" for each sequence's own, from first_split on.
     """
@@ -99,7 +99,7 @@ def decode_tensor_kernel(
     stored = "int8" if int8_pages else dtype
     itemsize = 1 if int8_pages else 2
     rows, threads = STRIP * strips, warps * ptx.WARP
-    task = task_function(rows, causal, windowed, has_lengths, prefix == "behind")
+    task = task_function(rows, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     cap = soft_cap_function(exact=False)
     tiles = keys // TILE
@@ -194,7 +194,6 @@ def decode_tensor_kernel(
         kv_heads: uint32,
         group: uint32,
         row_tiles: uint32,
-        splits: uint32,
         first_split: uint32,
         all_splits: uint32,
         all_places: uint32,
@@ -249,16 +248,15 @@ def decode_tensor_kernel(
         lane = ptx.lane_id()
         my_page = uint32(0)  # of a tile of the split; asked for first, since keys wait for it
         if paged:
-            at_split = uint32(uint32(cuda.blockIdx.x) // row_tiles)
-            my_split = uint32(uint32(at_split % splits) + first_split)
+            my_split = uint32(uint32(cuda.blockIdx.y) + first_split)
             my_key = uint32(
                 uint32(my_split * uint32(split_keys)) + uint32(uint32(lane % uint32(table_tiles)) * uint32(TILE))
             )
             my_key = min(my_key, uint32(kv_len - int32(1)))
-            table_at = int64(uint32(at_split // splits) // kv_heads) * table_stride + int64(my_key >> page_shift)
+            table_at = int64(uint32(cuda.blockIdx.z)) * table_stride + int64(my_key >> page_shift)
             my_page = min(ptx.ld_global(ptx.address(block_table, table_at)), last_page)
         batch, kv_head, tile, split, count, first_key, end_key, first_of_all, last_of_all = task(
-            kv_lengths, q_len, kv_len, kv_heads, group, row_tiles, splits, window, first_split
+            kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
         )
         split_start = int32(split * uint32(split_keys))
         begin = max(split_start, first_key)
