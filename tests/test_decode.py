@@ -13,7 +13,7 @@ from nbkernels.launch import memory
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SPLIT = decode.SPLIT
-SHARED_BYTES = 99 * 1024  # of a block, on the smallest of the architectures
+DEVICE = (99 * 1024, 4)  # shared bytes of a block, on the smallest of the architectures, and multiprocessors
 pytestmark = pytest.mark.emulate_one_in(3)
 # a sequence without keys, one key, the edges of a product's 16 keys, and both sides of a split's end
 LENGTHS = np.array([0, 1, 33, SPLIT, SPLIT + 1, 15, 16, 17], np.int32)
@@ -144,6 +144,23 @@ def test_levels_of_the_merge(device, short_splits, dtype, head_dim, q_len, windo
         np.testing.assert_array_equal(run(q[one], k[one, :n], v[one, :n], lengths[one], **options)[0], together[b])
 
 
+@pytest.mark.parametrize("dtype, q_len, window", [(BF16, 1, None), (F16, 3, None), (BF16, 2, 333), (F16, 1, 1500)])
+def test_splits_in_turn(device, monkeypatch, dtype, q_len, window):
+    """A block that takes several splits leaves the same bits: whole turns, parts of them, and groups that end in between."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
+    monkeypatch.setattr(decode, "FULL_BLOCKS", 0)  # as many turns as may be, however few blocks there are
+    lengths = np.array([128, 129, 700, FAN * 128, FAN * 128 + 52, 0, 5], np.int32)
+    q, k, v = inputs(len(lengths), q_len, FAN * 128 + 60, 2, 1, 16, dtype)
+    results = []
+    for turns in (1, 2, 8):
+        monkeypatch.setattr(decode, "MOST_TURNS", turns)
+        decode.plan.cache_clear()
+        results.append(check(q, k, v, lengths, causal=True, window=window))
+    decode.plan.cache_clear()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
 def test_a_merge_of_three_levels(device, short_splits):
     n = FAN * FAN * short_splits + 5
     check(*inputs(1, 1, n, 1, 1, 16, BF16), np.array([n], np.int32))
@@ -226,7 +243,7 @@ def test_offsets_beyond_32_bits(device, dtype):
 
 def test_the_plan_counts_splits_by_the_capacity_alone():
     def splits(batch, kv_len, heads=8, q_len=1):
-        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, SHARED_BYTES, False, False, True)[2]
+        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, DEVICE, False, False, True)[2]
 
     assert [splits(1, n) for n in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [1, 1, 1, 2, 10]
     assert splits(1, 5000) == splits(64, 5000) == splits(1, 5000, heads=64, q_len=8)
@@ -248,15 +265,15 @@ def test_the_plan_counts_splits_by_the_capacity_alone():
     ],
 )
 def test_the_plan_packs_rows(packed, head_dim, dtype, width, rows):
-    walk, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, SHARED_BYTES, False, False, True)
+    walk, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, DEVICE, False, False, True)
     assert row_tiles == -(-packed // rows)
     assert walk.grid == (row_tiles, 1, 2)
-    assert walk.shared_bytes <= SHARED_BYTES
+    assert walk.shared_bytes <= DEVICE[0]
 
 
 def test_more_splits_than_a_grid_holds_are_refused():
     with pytest.raises(ValueError, match="more than 65535 splits"):
-        decode.plan(1, 1, 2**26, 8, 8, 64, BF16, 8, SHARED_BYTES, False, False, True)
+        decode.plan(1, 1, 2**26, 8, 8, 64, BF16, 8, DEVICE, False, False, True)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -39,72 +39,92 @@ from nbkernels.launch.launcher import Plan, launch
 
 SPLIT = 512  # keys a block: short enough that one sequence fills the card from a few thousand keys on
 WARPS, FEW_WARPS = 4, 2  # of decode_tensor; fewer where two steps of that many would not fit into LEAST_SHARED_BYTES
-STAGES = 3  # steps of keys that a warp of decode_tensor has room for, fewer where a multiprocessor has not
+BLOCKS = (
+    3  # of decode_tensor on a multiprocessor, as far as there are so many: by their registers, and room for two steps
+)
+MOST_STAGES = 6  # steps that a warp has room for where blocks are few
+# splits that a block takes in turn, its next keys under way while it leaves one: as many as leave FULL_BLOCKS times the blocks
+# that run at once
+MOST_TURNS, FULL_BLOCKS = 8, 2
+RESERVED_BYTES = 1024  # shared memory of each block that the system takes
 LEAST_SHARED_BYTES = 99 * 1024  # of a block, on every architecture
 INT8_PIECE = 16  # int8 elements in 16 bytes
 MOST_BLOCKS = 65535  # of a grid's second and third axes
 
 
-def _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes, most_strips=decode_tensor.MAX_STRIPS):
-    """(factory, its first constants, query rows a block, threads, shared bytes) for so many packed rows.
+def _walk(packed, head_dim, dtype, width, int8_pages, device, sequences, splits):
+    """(factory, its first constants, query rows a block, splits a block, threads, shared bytes) for so many packed rows.
 
     Rows a block: as many as the packed rows fill, up to what the registers hold: STRIP · strips of decode_tensor, where strips
     is a power of two and strips · head_dim at most STRIP_ELEMENTS, or a power of two up to MAX_ROWS of decode_lanes.
+    sequences: blocks for each row tile and split. device: (shared bytes of a block, multiprocessors).
     """
-    if dtype.itemsize == 2 and width == (INT8_PIECE if int8_pages else vector_width(dtype)):
-        strips = 1
-        strip = decode_tensor.STRIP
-        while (
-            2 * strips * head_dim <= decode_tensor.STRIP_ELEMENTS and strips * strip < packed and strips < most_strips
-        ):
-            strips *= 2
-        itemsize = 1 if int8_pages else 2
-        keys = decode_tensor.step_keys(head_dim, itemsize)
-        of_block = partial(decode_tensor.block_bytes, head_dim, itemsize, strips, keys)
-        # the warps by the shape alone, since the bits hang on them
-        warps = WARPS if of_block(WARPS, 2) <= LEAST_SHARED_BYTES else FEW_WARPS
-        stages = STAGES
-        while stages > 2 and of_block(warps, stages) > shared_bytes:
-            stages -= 1
-        used = of_block(warps, stages)
-        constants = (dtype, head_dim, strips, SPLIT, keys, warps, stages)
-        return decode_tensor.decode_tensor_kernel, constants, strips * strip, warps * ptx.WARP, used
-    rows = 1
-    while rows < min(packed, decode_lanes.MAX_ROWS):
-        rows *= 2
-    constants = (dtype, head_dim, width, rows, SPLIT)
-    return decode_lanes.decode_lanes_kernel, constants, rows, decode_lanes.THREADS, 0
+    if dtype.itemsize != 2 or width != (INT8_PIECE if int8_pages else vector_width(dtype)):
+        rows = 1
+        while rows < min(packed, decode_lanes.MAX_ROWS):
+            rows *= 2
+        constants = (dtype, head_dim, width, rows, SPLIT)
+        return decode_lanes.decode_lanes_kernel, constants, rows, 1, decode_lanes.THREADS, 0
+    shared_bytes, multiprocessors = device
+    strips, strip = 1, decode_tensor.STRIP
+    while (
+        2 * strips * head_dim <= decode_tensor.STRIP_ELEMENTS
+        and strips * strip < packed
+        and strips < decode_tensor.MAX_STRIPS
+    ):
+        strips *= 2
+    itemsize = 1 if int8_pages else 2
+    keys = decode_tensor.step_keys(head_dim, itemsize)
+    of_block = partial(decode_tensor.block_bytes, head_dim, itemsize, strips, keys)
+    # the warps by the shape alone, since the bits hang on them; turns and stages change none
+    warps = WARPS if of_block(WARPS, 2) <= LEAST_SHARED_BYTES else FEW_WARPS
+    blocks = sequences * -(-packed // (strips * strip)) * splits
+    turns = 1
+    if SPLIT % (warps * keys) == 0 and decode_tensor.states_fit(head_dim, itemsize, strips, keys):
+        while turns < MOST_TURNS and blocks >= 2 * turns * FULL_BLOCKS * BLOCKS * multiprocessors:
+            turns *= 2
+    # a multiprocessor has as many bytes as a block may have, and RESERVED_BYTES of each block
+    beside = min(max(-(-blocks // turns // multiprocessors), 1), BLOCKS)
+    room = (shared_bytes + RESERVED_BYTES) // beside - RESERVED_BYTES
+    stages = 2
+    while stages < SPLIT // (warps * keys) and stages < MOST_STAGES and of_block(warps, stages + 1) <= room:
+        stages += 1
+    constants = (dtype, head_dim, strips, SPLIT, turns, keys, warps, stages)
+    kernel = decode_tensor.decode_tensor_kernel
+    return kernel, constants, strips * strip, turns, warps * ptx.WARP, of_block(warps, stages)
 
 
 @lru_cache(maxsize=4096)
 def plan(
-    batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, shared_bytes, causal, windowed, has_lengths,
+    batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, width, device, causal, windowed, has_lengths,
     capped=False, has_sinks=False, paged=False, int8_pages=False, prefix_splits=0,
 ):  # fmt: skip
     """(walk over the splits, row tiles, splits). width: elements of a load, 1 where rows begin anywhere.
 
     int8 pages at 16-byte addresses count as INT8_PIECE. The walk begins behind the splits of a prefix, which another takes.
-    shared_bytes: the most that a block may have.
+    device: (the most shared bytes that a block may have, multiprocessors).
     """
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
-    factory, constants, rows, threads, used = _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes)
+    shape = (packed, head_dim, dtype, width, int8_pages, device, batch * kv_heads)
+    factory, constants, rows, turns, threads, used = _walk(*shape, splits - prefix_splits)
     row_tiles = -(-packed // rows)
     if splits > MOST_BLOCKS:
         raise ValueError(f"{kv_len} keys are more than {MOST_BLOCKS} splits of {SPLIT}")
-    grid = (kv_heads * row_tiles, splits - prefix_splits, batch)
+    grid = (kv_heads * row_tiles, -(-splits // turns) - prefix_splits // turns, batch)
     options = (causal, windowed, has_lengths, capped, has_sinks, paged, int8_pages, "behind" if prefix_splits else None)
     return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles, splits
 
 
 @lru_cache(maxsize=4096)
-def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, shared_bytes, capped, int8_pages, prefix_splits):
+def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, device, capped, int8_pages, prefix_splits):
     """(walk over a prefix's splits, row tiles): the query tokens of all sequences, which all see it, as those of one."""
     packed = heads // kv_heads * q_len * batch
-    factory, constants, rows, threads, used = _walk(packed, head_dim, dtype, width, int8_pages, shared_bytes)
+    shape = (packed, head_dim, dtype, width, int8_pages, device, kv_heads)
+    factory, constants, rows, turns, threads, used = _walk(*shape, prefix_splits)
     row_tiles = -(-packed // rows)
     options = (False, False, False, capped, False, True, int8_pages, "shared")
-    grid = (kv_heads * row_tiles, prefix_splits, 1)
+    grid = (kv_heads * row_tiles, -(-prefix_splits // turns), 1)
     return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles
 
 
@@ -160,7 +180,7 @@ def run(q, k, v, causal, scale, window, soft_cap, sinks, kv_lengths, out, device
     # a lone query stands at the end: no key is later
     causal = (causal and q_len > 1) or window is not None
     masks = (causal, window is not None, kv_lengths is not None)
-    shape = (heads, kv_heads, head_dim, q.dtype, width, device.shared_bytes)
+    shape = (heads, kv_heads, head_dim, q.dtype, width, (device.shared_bytes, device.sm_count))
     options = (soft_cap is not None, sinks is not None, pages is not None, int8_pages, prefix_splits)
     walk, row_tiles, splits = plan(batch, q_len, kv_len, *shape, *masks, *options)
     if prefix_splits:

@@ -55,10 +55,12 @@ def decode_lanes_kernel(
     load, _ = access(dtype, width)
     load_kv = load_int8(width) if int8_pages else load
     stored = "int8" if int8_pages else dtype
-    task = task_function(rows, causal, windowed, has_lengths)
+    task = task_function(rows, 1, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     warp_bytes = 4 * state_floats(rows, head_dim)
-    finish = finish_function(dtype, head_dim, split_keys, rows, WARPS, warp_bytes, has_sinks, prefix == "shared")
+    span, leave, climb = finish_function(
+        dtype, head_dim, split_keys, rows, WARPS, warp_bytes, has_sinks, prefix == "shared"
+    )
     cap = soft_cap_function(exact=True)
     lanes, chunks = _layout(head_dim, width)
     elements = chunks * width  # a lane's share of a head
@@ -286,10 +288,16 @@ def decode_lanes_kernel(
                             ptx.st_shared_f32(
                                 uint32(at + uint32(column * uint32(4))), vector[r * elements + c * width + w]
                             )
-        finish(
-            states, ptx.shared_address(shared_flag), out, vectors, weights, counters, sinks, batch, kv_head, tile, split,
-            first_key, end_key, first_split, q_len, kv_heads, group, row_tiles, all_splits, all_places,
-            out_batch, out_token, out_head,
+        low, own_low, high, alone = span(first_key, end_key, first_split)
+        leave(
+            states, out, vectors, weights, sinks, batch, kv_head, tile, split, alone,
+            q_len, kv_heads, group, all_places, out_batch, out_token, out_head,
         )  # fmt: skip
+        if not alone:
+            climb(
+                ptx.shared_address(shared_flag), out, vectors, weights, counters, sinks, batch, kv_head, tile, split,
+                uint32(1), low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits, all_places,
+                out_batch, out_token, out_head,
+            )  # fmt: skip
 
     return decode_lanes

@@ -72,13 +72,19 @@ def sight_function(causal, windowed):
     return sight
 
 
+@cuda.jit(device=True, inline="always")
+def first_split_of(turns, first_split):
+    """The first of this block's splits, a multiple of turns, in a launch that works from first_split on."""
+    return uint32(uint32(uint32(first_split // uint32(turns)) + uint32(cuda.blockIdx.y)) * uint32(turns))
+
+
 @cache
-def task_function(rows, causal, windowed, has_lengths):
+def task_function(rows, turns, causal, windowed, has_lengths):
     """task(…) -> (batch, kv_head, tile, split, count, first, last, first_of_all, last_of_all): a block's part.
 
     Some of its rows see keys first to last - 1, and all of them keys first_of_all to last_of_all - 1.
-    grid: KV heads · row tiles in x, splits in y, sequences in z. Neighbouring blocks read the same memory: a token's heads
-    lie side by side, and the row tiles of a split read the same keys.
+    grid: KV heads · row tiles in x, splits / turns in y, sequences in z; split: the first of the block's ``turns``. Neighbouring
+    blocks read the same memory: a token's heads lie side by side, and the row tiles of a split read the same keys.
     """
     sight = sight_function(causal, windowed)
 
@@ -88,7 +94,7 @@ def task_function(rows, causal, windowed, has_lengths):
         kv_head, tile = head_tile, uint32(0)
         if row_tiles > uint32(1):
             kv_head, tile = uint32(head_tile // row_tiles), uint32(head_tile % row_tiles)
-        split = uint32(uint32(cuda.blockIdx.y) + first_split)
+        split = first_split_of(turns, first_split)
         batch = int64(uint32(cuda.blockIdx.z))
         count = kv_len
         if has_lengths:
@@ -107,7 +113,8 @@ def task_function(rows, causal, windowed, has_lengths):
 
 @cache
 def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_sinks, partial_only):
-    """finish(states, flag, …): the warps' states become a partial result of the split; see the file's text for the rest.
+    """(span, leave, climb): see ``span``; leave(states, …) makes a partial result of a split, or the result where it is alone, of
+    the warps' states; climb(flag, …) counts so many of them, and merges as the file's text says.
 
     states, flag: shared addresses of the first warp's state (``state_floats``, the next warp's warp_bytes further) and of a word.
     vectors [query rows, places, head_dim] and weights [query rows, places, 2] (reference, sum), the places of a row in the order
@@ -207,20 +214,20 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
         return largest, total
 
     @cuda.jit(device=True, inline="always")
-    def finish(
-        states, flag, out, vectors, weights, counters, sinks, batch, kv_head, tile, split, first, last, own_split,
-        q_len, kv_heads, group, row_tiles, splits, all_places, out_batch, out_token, out_head,
+    def span(first, last, own_split):
+        """(low, own_low, high, alone): splits low to high - 1 have partial results, those from own_low on of this launch."""
+        low = uint32(uint32(first) // uint32(split_keys))
+        high = uint32(uint32(last + int32(split_keys - 1)) // uint32(split_keys))
+        return low, max(low, own_split), high, not partial_only and high <= uint32(low + uint32(1))
+
+    @cuda.jit(device=True, inline="always")
+    def leave(
+        states, out, vectors, weights, sinks, batch, kv_head, tile, split, alone,
+        q_len, kv_heads, group, all_places, out_batch, out_token, out_head,
     ):  # fmt: skip
         x = cuda.local.array(elements, float32)
-        values = cuda.local.array(held, float32)
         warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         lane = ptx.lane_id()
-        # splits low to high - 1 have partial results, those from own_low on of this launch
-        low = uint32(uint32(first) // uint32(split_keys))
-        own_low = max(low, own_split)
-        high = uint32(uint32(last + int32(split_keys - 1)) // uint32(split_keys))
-        alone = not partial_only and high <= uint32(low + uint32(1))
-
         cuda.syncthreads()  # the warps' states are there
         row = warp
         while row < uint32(rows):
@@ -257,12 +264,19 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
                 else:
                     write_partial(x, largest, total, vectors, weights, query_row * int64(all_places) + int64(split))
             row = uint32(row + uint32(warps))
-        if alone:
-            return
 
+    @cuda.jit(device=True, inline="always")
+    def climb(
+        flag, out, vectors, weights, counters, sinks, batch, kv_head, tile, split, count, low, own_low, high,
+        q_len, kv_heads, group, row_tiles, splits, all_places, out_batch, out_token, out_head,
+    ):  # fmt: skip
+        x = cuda.local.array(elements, float32)
+        values = cuda.local.array(held, float32)
+        warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         counter_at = (batch * int64(kv_heads) + kv_head) * int64(row_tiles) + int64(tile)
         counter_at *= int64(uint32(all_places - splits))
         index = split
+        left = count
         below = uint32(0)  # places of a row before those of this level
         at_level = splits  # places of this level
         while True:
@@ -278,7 +292,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
             if cuda.threadIdx.x == 0:
                 counter = ptx.address(counters, counter_at + int64(uint32(uint32(above - splits) + group_number)))
                 # it orders what the block has written, and what it reads after the next barrier
-                came = uint32(uint32(ptx.atomic_add(counter, uint32(1))) + uint32(1))
+                came = uint32(uint32(ptx.atomic_add(counter, left)) + left)
                 if came == awaited:
                     ptx.st_global(counter, uint32(0))  # for the next launch
                 ptx.st_shared(flag, came)
@@ -310,7 +324,8 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
             if top:
                 return
             index = group_number
+            left = uint32(1)
             below = above
             at_level = uint32(uint32(at_level + uint32(FAN - 1)) >> uint32(FAN_BITS))
 
-    return finish
+    return span, leave, climb
