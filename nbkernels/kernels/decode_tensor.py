@@ -202,7 +202,8 @@ def decode_tensor_kernel(
         key = min(uint32(tile * uint32(TILE)), uint32(kv_len - int32(1)))
         return min(ptx.ld_global(ptx.address(block_table, table_at + int64(key >> page_shift))), last_page)
 
-    @kernel(launch_bounds=threads)
+    # three blocks a multiprocessor leave a thread 168 registers; without a word the assembler keeps to 128, and spills
+    @kernel(launch_bounds=(threads, 3) if strips == 1 and head_dim <= 128 else threads)
     def decode_tensor(
         q: ptx.pointer(dtype),
         k: ptx.pointer(stored),
