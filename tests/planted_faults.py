@@ -282,8 +282,8 @@ FAULTS = [
         ("lanes that do not wait for each other", "            ptx.warp_sync()  # every lane's copies are there, and the stage before has been read\n", ""),
         ("keys behind the last one", "if here >= begin and here < end else uint32(0)\n                    ptx.cp_async_16_zfill", "if here >= begin else uint32(0)\n                    ptx.cp_async_16_zfill"),
         ("second element of a head's pair", "16 * d + 8 * half) + g)", "16 * d + 8) + g)"),
-        ("stage that is free", "            if at_free == uint32(ring_bytes):\n                at_free = uint32(0)", "            if at_free == uint32(ring_bytes):\n                at_free = uint32(of_stage)"),
-        ("sums that don't shrink", "                for i in range(sums):\n                    vector[i] *= shrink", "                for i in range(sums - 1):\n                    vector[i] *= shrink"),
+        ("stage that is free", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(0)", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(of_stage)"),
+        ("sums that don't shrink", "for i in range(sums):\n                        vector[i] *= shrink", "for i in range(sums - 1):\n                        vector[i] *= shrink"),
     ),
     *_of(
         "decode_merge",
@@ -305,7 +305,7 @@ FAULTS = [
         "decode float16, window",
         ("key past the split's end", "if key >= end or key >= last[n]", "if key > end or key > last[n]"),
         ("first key of the window", "or key < first[n]:", "or key <= first[n]:"),
-        ("first step of a warp", "            while int32(start + int32(keys)) <= begin:", "            while int32(start) <= begin:"),
+        ("first step of a block", "start = int32(uint32(uint32(begin) // uint32(step)) * uint32(step))", "start = int32(uint32(uint32(begin) // uint32(step)) * uint32(step) + uint32(step))"),
     ),
     *_of(
         "decode_merge",
@@ -316,12 +316,12 @@ FAULTS = [
     *_of(
         "decode_tensor",
         "decode bfloat16, head size 128, lengths",
-        ("warp's part of the keys", "            start = int32(start + int32(step))\n            at_stage", "            start = int32(start + int32(step - TILE))\n            at_stage"),
+        ("warp's part of the keys", "start = int32(start + int32(step))\n                at_state", "start = int32(start + int32(step - TILE))\n                at_state"),
     ),
     *_of(
         "decode_tensor",
         "paged decode bfloat16, window",
-        ("tile's page", "of_page = ptx.shfl_idx_u32(my_page, uint32(uint32(uint32(tile_key) // uint32(TILE)) - first_tile))", "of_page = ptx.shfl_idx_u32(my_page, uint32(0))"),
+        ("tile's page", "of_page = ptx.shfl_idx_u32(mine, uint32(number % uint32(table_tiles)))", "of_page = ptx.shfl_idx_u32(mine, uint32(0))"),
         ("keys before the window", "there = uint32(PIECE) if here >= begin and here < end", "there = uint32(PIECE) if here < end", 0,
          "no fault after all: those are keys of the sequence, whose weights are zero"),
     ),
