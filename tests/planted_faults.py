@@ -279,10 +279,9 @@ FAULTS = [
         "decode_tensor",
         "decode bfloat16",
         ("copies that are not waited for", "            ptx.cp_async_wait(pending)\n", "            ptx.cp_async_wait(asked)\n"),
-        ("lanes that do not wait for each other", "            ptx.warp_sync()  # every lane's copies are there, and the stage before has been read\n", ""),
+        ("lanes that do not wait for each other", "                ptx.warp_sync()  # every lane's copies are there, and the stage before has been read\n", ""),
         ("keys behind the last one", "if here >= begin and here < end else uint32(0)\n                    ptx.cp_async_16_zfill", "if here >= begin else uint32(0)\n                    ptx.cp_async_16_zfill"),
         ("second element of a head's pair", "16 * d + 8 * half) + g)", "16 * d + 8) + g)"),
-        ("stage that is free", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(0)", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(of_stage)"),
         ("sums that don't shrink", "for i in range(sums):\n                        vector[i] *= shrink", "for i in range(sums - 1):\n                        vector[i] *= shrink"),
     ),
     *_of(
@@ -316,6 +315,7 @@ FAULTS = [
     *_of(
         "decode_tensor",
         "decode bfloat16, head size 128, lengths",
+        ("stage that is free", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(0)", "if at_free == uint32(ring_bytes):\n                    at_free = uint32(of_stage)"),
         ("warp's part of the keys", "start = int32(start + int32(step))\n                at_state", "start = int32(start + int32(step - TILE))\n                at_state"),
     ),
     *_of(
