@@ -132,6 +132,8 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
         factor = float32(1.0)
         if has_sinks:
             factor, total = join_sink(largest, total, sinks[head])
+        # a row that has seen nothing stays zero
+        divisor = total if total != float32(0.0) else float32(1.0)
         for c in range(chunks):
             column = uint32(uint32(uint32(c * ptx.WARP) + ptx.lane_id()) * uint32(width))
             if column < uint32(head_dim):
@@ -139,9 +141,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
                     value = x[c * width + w]
                     if has_sinks:
                         value *= factor
-                    # a row that has seen nothing stays zero
-                    if total != float32(0.0):
-                        value = value / total
+                    value = value / divisor
                     out[to + int64(column) + int64(w)] = to_storage(value)
 
     @cuda.jit(device=True, inline="always")
