@@ -3,11 +3,11 @@
     out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]        (caps, sinks: ``scores``)
 
 Split-KV decoding (Dao et al. 2023, "Flash-Decoding") with the online softmax of Milakov and Gimelshein (2018): the keys of a
-sequence are cut into splits of SPLIT, a block takes one, or a few in turn, of one KV head for up to ``rows`` query rows (the query
-heads of the KV head's group, times the query tokens, packed so that K and V are read once for them), and the last block to end merges the
-splits in their order (``decode_merge``). The length of a split depends on nothing but this file, so a sequence's bits do not
-depend on its batch or on the cache's capacity. For that, products are added by a named fma: the assembler may fuse a bare product
-and sum in one variant of a kernel and not in another.
+sequence are cut into splits of SPLIT, a block takes one, or a few in turn, of one KV head for up to ``rows`` query rows (the
+query heads of the KV head's group, times the query tokens, packed so that K and V are read once for them), and the last block to
+end merges the splits in their order (``decode_merge``). The length of a split depends on nothing but this file, so a sequence's
+bits do not depend on its batch or on the cache's capacity. For that, products are added by a named fma: the assembler may fuse a
+bare product and sum in one variant of a kernel and not in another.
 
     keys:   |   split 0   |   split 1   | … |  the last split, short  |  beyond the length: never read
 
