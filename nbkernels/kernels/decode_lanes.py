@@ -122,7 +122,7 @@ def decode_lanes_kernel(
         v_scales_token: int64 if int8_pages else None,
         v_scales_head: int64 if int8_pages else None,
     ):
-        shared_states = cuda.shared.array(shared_floats, float32)
+        shared_states = cuda.shared.array(shared_floats, float32, alignment=16)  # its vectors are read by 16 bytes
         shared_flag = cuda.shared.array(1, uint32)
         query = cuda.local.array(state, float32)
         vector = cuda.local.array(state, float32)
