@@ -123,15 +123,15 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_cache(device, dtype, q_le
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 32 keys, so that a few hundred keys make a merge of two and three levels."""
-    monkeypatch.setattr(decode, "SPLIT", 32)
+    """Splits of 128 keys, a step of a block, so that a few thousand keys make a merge of two and three levels."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
     decode.plan.cache_clear()
-    yield 32
+    yield 128
     decode.plan.cache_clear()
 
 
 @pytest.mark.parametrize("dtype, head_dim", [(BF16, 16), (F32, 16), (F16, 13)])
-@pytest.mark.parametrize("q_len, window", [(1, None), (3, None), (1, 530), (2, 100)])
+@pytest.mark.parametrize("q_len, window", [(1, None), (3, None), (1, 2066), (2, 100)])
 def test_levels_of_the_merge(device, short_splits, dtype, head_dim, q_len, window):
     """Sixteen splits are one group, seventeen are two; windows begin within a group and leave whole ones unseen."""
     group = FAN * short_splits

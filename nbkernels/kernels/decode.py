@@ -39,9 +39,8 @@ from nbkernels.launch.launcher import Plan, launch
 
 SPLIT = 512  # keys a block: short enough that one sequence fills the card from a few thousand keys on
 WARPS, FEW_WARPS = 4, 2  # of decode_tensor; fewer where two steps of that many would not fit into LEAST_SHARED_BYTES
-BLOCKS = (
-    3  # of decode_tensor on a multiprocessor, as far as there are so many: by their registers, and room for two steps
-)
+# of decode_tensor on a multiprocessor, as far as there are so many: by their registers, and room for two steps
+BLOCKS = 3
 MOST_STAGES = 6  # steps that a warp has room for where blocks are few
 # splits that a block takes in turn, its next keys under way while it leaves one: as many as leave FULL_BLOCKS times the blocks
 # that run at once
@@ -80,7 +79,7 @@ def _walk(packed, head_dim, dtype, width, int8_pages, device, sequences, splits)
     warps = WARPS if of_block(WARPS, 2) <= LEAST_SHARED_BYTES else FEW_WARPS
     blocks = sequences * -(-packed // (strips * strip)) * splits
     turns = 1
-    if SPLIT % (warps * keys) == 0 and decode_tensor.states_fit(head_dim, itemsize, strips, keys):
+    if decode_tensor.states_fit(head_dim, itemsize, strips, keys):
         while turns < MOST_TURNS and blocks >= 2 * turns * FULL_BLOCKS * BLOCKS * multiprocessors:
             turns *= 2
     # a multiprocessor has as many bytes as a block may have, and RESERVED_BYTES of each block

@@ -134,6 +134,7 @@ def decode_tensor_kernel(
     headroom = float(HEADROOM if name == "float16" else 0)
     row_words, first_vector = row_floats(head_dim), vectors_at(rows)
     step = warps * keys
+    assert split_keys % step == 0, "a block's first step begins where its first split does"
     asked, pending = stages - 1, stages - 2  # steps on their way before the first is worked on, and beside one that is
     scaled = int8_pages and str(dtype) == "bfloat16"
     factor_count = 2 * tiles
