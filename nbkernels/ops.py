@@ -1157,7 +1157,7 @@ def paged_attention(
     kv_heads] (any strides). The rest as ``attention``; causal is the default here.
 
     prefix: so many leading tokens lie in the same pages for all sequences, all of which are longer by q_len at least; a batch
-    of few query tokens then reads them once (as far as they are whole splits of 256), with the same bits.
+    of few query tokens then reads them once (as far as they are whole splits of 512), with the same bits.
 
     Of pages outside of the pool the CPU raises ValueError, and the device reads others in their place. What a sequence gives
     depends neither on its batch, nor on which pages it has, nor on the pool.

@@ -297,8 +297,8 @@ attended("attention bfloat16, a part of two tiles", BF16, 150, 290, heads=2, kv_
 attended("attention bfloat16, several items a block", BF16, 140, 420, batch=3, heads=2, kv_heads=1, causal=True)
 attended("attention float16, lengths", F16, 70, 200, heads=2, batch=2, lengths=[40, 190], causal=True)
 attended("attention bfloat16, head size 256, window", BF16, 90, 210, head_dim=256, heads=1, kv_heads=1, window=70)
-attended("decode float32", F32, 2, 300, causal=True)
-attended("decode bfloat16", BF16, 1, 300, causal=True)
+attended("decode float32", F32, 2, 600, causal=True)
+attended("decode bfloat16", BF16, 1, 600, causal=True)
 # a window that begins within a tile of keys
 attended("decode float16, window", F16, 1, 600, causal=True, window=277)
 attended("decode float16, one split", F16, 3, 200, batch=2, lengths=[200, 5], causal=True)
@@ -309,7 +309,7 @@ attended(
 attended(
     "attention bfloat16, soft cap and sinks", BF16, 70, 300, causal=True, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0
 )
-attended("decode bfloat16, soft cap and sinks", BF16, 1, 300, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0)
+attended("decode bfloat16, soft cap and sinks", BF16, 1, 600, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0)
 attended("decode float32, one split, soft cap and sinks", F32, 2, 90, soft_cap=20.0, sinks=[1, -1, 3, 0], scale=1.0)
 
 
@@ -376,12 +376,12 @@ def paged(name, dtype, q_len, lengths, head_dim=64, heads=4, kv_heads=2, page_si
     CASES[name] = Case(call, want, BOUND[dtype], APPROXIMATE[dtype])
 
 
-paged("paged decode float32", F32, 2, [300, 33])
-paged("paged decode float32, int8", F32, 1, [40, 290], int8=True)
+paged("paged decode float32", F32, 2, [600, 33])
+paged("paged decode float32, int8", F32, 1, [40, 540], int8=True)
 paged("paged decode bfloat16, window", BF16, 1, [600, 33], window=277)
-paged("paged decode float16, head size 128", F16, 3, [270, 5], head_dim=128, page_size=64)
-paged("paged decode bfloat16, int8", BF16, 2, [300, 70], int8=True)
-paged("paged decode float16, int8, head size 128", F16, 1, [290, 16], head_dim=128, page_size=32, int8=True, window=200)
+paged("paged decode float16, head size 128", F16, 3, [540, 5], head_dim=128, page_size=64)
+paged("paged decode bfloat16, int8", BF16, 2, [600, 70], int8=True)
+paged("paged decode float16, int8, head size 128", F16, 1, [540, 16], head_dim=128, page_size=32, int8=True, window=200)
 paged("paged prompt bfloat16", BF16, 20, [150, 33])
 paged("paged prompt float16, int8", F16, 20, [150, 33], int8=True)
 

@@ -1,4 +1,4 @@
-"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks of a split, and the merge."""
+"""Attention for few query tokens (``kernels/decode.py``) against float64: both walks of a split, and their merge."""
 
 import ml_dtypes
 import numpy as np
@@ -8,10 +8,12 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.kernels import decode
+from nbkernels.kernels.decode_merge import FAN
 from nbkernels.launch import memory
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SPLIT = decode.SPLIT
+DEVICE = (99 * 1024, 4)  # shared bytes of a block, on the smallest of the architectures, and multiprocessors
 pytestmark = pytest.mark.emulate_one_in(3)
 # a sequence without keys, one key, the edges of a product's 16 keys, and both sides of a split's end
 LENGTHS = np.array([0, 1, 33, SPLIT, SPLIT + 1, 15, 16, 17], np.int32)
@@ -50,7 +52,7 @@ def check(q, k, v, lengths, **options):
     return got
 
 
-# tensor_decode with chunks of 32 (K) and 64 elements (V) full and short; decode by 16-byte loads (float32) and single elements
+# decode_tensor with whole products and a half one; decode_lanes by 16-byte loads (float32) and single elements
 TENSOR = [(16, F16), (64, BF16), (72, BF16), (80, F16), (128, BF16), (256, BF16), (256, F16)]
 MULTIPLY_ADD = [(16, F32), (64, F32), (80, F32), (128, F32), (256, F32), (72, F32), (13, F16), (1, BF16)]
 
@@ -80,7 +82,7 @@ def test_grouped_heads(device, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize("head_dim, group, q_len", [(64, 4, 8), (128, 4, 8), (256, 2, 8), (16, 4, 8), (64, 3, 5)])
 def test_row_tiles(device, head_dim, group, q_len):
-    """tensor_decode with 4, 2 and 1 strips a block, several row tiles, and tiles whose last rows are no query."""
+    """decode_tensor with 4, 2 and 1 strips a block, several row tiles, and tiles whose last rows are no query."""
     check(*inputs(1, q_len, SPLIT + 20, 2 * group, 2, head_dim, F16), np.array([SPLIT + 9], np.int32), causal=True)
 
 
@@ -117,6 +119,51 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_cache(device, dtype, q_le
         for capacity in {int(n), 3 * SPLIT}:  # the first of them fits into one split, and is written without a merge
             alone = run(q[one], k[one, :capacity], v[one, :capacity], lengths[one], causal=True)
             np.testing.assert_array_equal(alone[0], together[b])
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 128 keys, a step of a block, so that a few thousand keys make a merge of two and three levels."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
+    decode.plan.cache_clear()
+    yield 128
+    decode.plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype, head_dim", [(BF16, 16), (F32, 16), (F16, 13)])
+@pytest.mark.parametrize("q_len, window", [(1, None), (3, None), (1, 2066), (2, 100)])
+def test_levels_of_the_merge(device, short_splits, dtype, head_dim, q_len, window):
+    """Sixteen splits are one group, seventeen are two; windows begin within a group and leave whole ones unseen."""
+    group = FAN * short_splits
+    lengths = np.array([group, group + 1, 0, 31, 2 * group + 70], np.int32)
+    q, k, v = inputs(5, q_len, 2 * group + 75, 2, 1, head_dim, dtype)
+    options = {"causal": True, "window": window}
+    together = check(q, k, v, lengths, **options)
+    for b in (0, 1):  # in caches of one level and of two
+        one, n = slice(b, b + 1), int(lengths[b])
+        np.testing.assert_array_equal(run(q[one], k[one, :n], v[one, :n], lengths[one], **options)[0], together[b])
+
+
+@pytest.mark.parametrize("dtype, q_len, window", [(BF16, 1, None), (F16, 3, None), (BF16, 2, 333), (F16, 1, 1500)])
+def test_splits_in_turn(device, monkeypatch, dtype, q_len, window):
+    """A block that takes several splits leaves the same bits: whole turns, parts of them, and groups that end in between."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
+    monkeypatch.setattr(decode, "FULL_BLOCKS", 0)  # as many turns as may be, however few blocks there are
+    lengths = np.array([128, 129, 700, FAN * 128, FAN * 128 + 52, 0, 5], np.int32)
+    q, k, v = inputs(len(lengths), q_len, FAN * 128 + 60, 2, 1, 16, dtype)
+    results = []
+    for turns in (1, 2, 8):
+        monkeypatch.setattr(decode, "MOST_TURNS", turns)
+        decode.plan.cache_clear()
+        results.append(check(q, k, v, lengths, causal=True, window=window))
+    decode.plan.cache_clear()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_a_merge_of_three_levels(device, short_splits):
+    n = FAN * FAN * short_splits + 5
+    check(*inputs(1, 1, n, 1, 1, 16, BF16), np.array([n], np.int32))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
@@ -196,7 +243,7 @@ def test_offsets_beyond_32_bits(device, dtype):
 
 def test_the_plan_counts_splits_by_the_capacity_alone():
     def splits(batch, kv_len, heads=8, q_len=1):
-        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, False, False, True)[3]
+        return decode.plan(batch, q_len, kv_len, heads, 2, 64, BF16, 8, DEVICE, False, False, True)[2]
 
     assert [splits(1, n) for n in (0, 1, SPLIT, SPLIT + 1, 10 * SPLIT)] == [1, 1, 1, 2, 10]
     assert splits(1, 5000) == splits(64, 5000) == splits(1, 5000, heads=64, q_len=8)
@@ -218,12 +265,26 @@ def test_the_plan_counts_splits_by_the_capacity_alone():
     ],
 )
 def test_the_plan_packs_rows(packed, head_dim, dtype, width, rows):
-    walk, merge, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, False, False, True)
+    walk, row_tiles, _ = decode.plan(2, 1, 100, packed, 1, head_dim, dtype, width, DEVICE, False, False, True)
     assert row_tiles == -(-packed // rows)
-    assert walk.grid == (2 * row_tiles, 1, 1)
-    assert merge is None
+    assert walk.grid == (row_tiles, 1, 2)
+    assert walk.shared_bytes <= DEVICE[0]
 
 
-def test_more_blocks_than_a_grid_holds_are_refused():
-    with pytest.raises(ValueError, match="more than 2\\^31 - 1 blocks"):
-        decode.plan(2**20, 1, 2**20, 8, 8, 64, BF16, 8, False, False, True)
+def test_more_splits_than_a_grid_holds_are_refused():
+    with pytest.raises(ValueError, match="more than 65535 splits"):
+        decode.plan(1, 1, 2**26, 8, 8, 64, BF16, 8, DEVICE, False, False, True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_batch_beyond_a_grid_goes_in_parts(device, monkeypatch, paged):
+    monkeypatch.setattr(decode, "MOST_BLOCKS", 2)
+    lengths = np.array([5, 33, 20], np.int32)
+    q, k, v = inputs(3, 1, 48, 2, 1, 64, BF16)
+    if not paged:
+        check(q, k, v, lengths)
+        return
+    pools = (to_device(x.reshape(9, 16, 1, 64)) for x in (k, v))
+    table = np.arange(9, dtype=np.int32).reshape(3, 3)
+    got = nbk.paged_attention(to_device(q), *pools, to_device(table), to_device(lengths))
+    assert relative_error(got, exact(q, k, v, lengths)) < BOUND[BF16]

@@ -297,10 +297,64 @@ def test_a_shared_prefix(device, dtype, heads, head_dim, q_len, int8):
     )
 
 
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of 32 keys, so that a few hundred keys are several groups of splits."""
+    monkeypatch.setattr(decode, "SPLIT", 32)
+    plans = decode.plan, decode.plan_prefix
+    for kept in plans:
+        kept.cache_clear()
+    yield 32
+    for kept in plans:
+        kept.cache_clear()
+
+
+@pytest.mark.parametrize("dtype, int8", [(BF16, False), (F16, True), (F32, False)])
+@pytest.mark.parametrize("splits", [16, 17, 33])
+def test_a_prefix_of_several_groups_of_splits(device, short_splits, dtype, int8, splits):
+    """Whole groups are merged by the prefix's own walk, the splits of the last one by each sequence."""
+    prefix = short_splits * splits
+    paged = Paged([prefix + 1, prefix + 40, prefix + 700], 1, 16, dtype, 16, int8)
+    paged.table[:, : prefix // 16] = paged.table[:1, : prefix // 16]
+    for exact in paged.exact:
+        exact[:, :prefix] = exact[:1, :prefix]
+    q = queries(3, 1, 2, 16, dtype)
+    np.testing.assert_array_equal(paged.run(q, prefix=prefix), paged.check(q))
+
+
+@pytest.mark.parametrize("dtype, int8", [(BF16, False), (F16, True), (BF16, True)])
+@pytest.mark.parametrize("window", [None, 900])
+def test_splits_in_turn(device, monkeypatch, dtype, int8, window):
+    """Blocks that take several splits: the next one's pages are looked up in time; a prefix ends within a block's turns."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
+    monkeypatch.setattr(decode, "FULL_BLOCKS", 0)  # as many turns as may be, however few blocks there are
+    prefix = 5 * 128
+    paged = Paged([prefix + 1, prefix + 40, prefix + 1500], 1, 64, dtype, 16, int8)
+    paged.table[:, : prefix // 16] = paged.table[:1, : prefix // 16]
+    for exact in paged.exact:
+        exact[:, :prefix] = exact[:1, :prefix]
+    q = queries(3, 1, 2, 64, dtype)
+    results = []
+    for turns in (1, 4):
+        monkeypatch.setattr(decode, "MOST_TURNS", turns)
+        for kept in (decode.plan, decode.plan_prefix):
+            kept.cache_clear()
+        results += [paged.check(q, window=window), paged.run(q, window=window, prefix=prefix)]
+    for kept in (decode.plan, decode.plan_prefix):
+        kept.cache_clear()
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
 def test_a_prefix_is_read_once():
     """By the plan: the walks behind it have fewer splits, and that of the prefix as many rows a block as there are."""
     masks = {"causal": False, "windowed": False, "has_lengths": True}
-    walk, _, _, splits = decode.plan(16, 1, 8192, 32, 8, 128, BF16, 8, **masks, paged=True, prefix_splits=16)
-    assert (walk.grid[0], splits) == (16 * 8 * 16, 32)
-    shared, tiles = decode.plan_prefix(16, 1, 32, 8, 128, BF16, 8, capped=False, int8_pages=False, prefix_splits=16)
-    assert tiles == 16 * 4 // 16 and shared.grid[0] == 8 * tiles * 16
+    splits = 8192 // SPLIT
+    walk, _, all_splits = decode.plan(
+        16, 1, 8192, 32, 8, 128, BF16, 8, (2**17, 999), **masks, paged=True, prefix_splits=5
+    )
+    assert (walk.grid, all_splits) == ((8, splits - 5, 16), splits)
+    shared, tiles = decode.plan_prefix(
+        16, 1, 32, 8, 128, BF16, 8, (2**17, 999), capped=False, int8_pages=False, prefix_splits=5
+    )
+    assert tiles == 16 * 4 // 16 and shared.grid == (8 * tiles, 5, 1)
