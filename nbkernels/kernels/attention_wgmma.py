@@ -41,7 +41,7 @@ from nbkernels.ptx.bulk import tensor_map as tensor_map_type
 from nbkernels.ptx.mbarrier import (
     barrier_sync,
     fence_mbarrier_init,
-    fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -435,7 +435,7 @@ def attention_wgmma_kernel(
                 ptx.st_shared(
                     uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
                 )
-        fence_proxy_async()
+        fence_proxy_async_shared()
         mbarrier_arrive(rows_written(base, turn, group))
 
     @kernel(launch_bounds=(threads, 1))  # setmaxnreg needs a known register count at entry
@@ -599,7 +599,7 @@ def attention_wgmma_kernel(
                                 zero = uint32(0)
                                 ptx.st_shared_v4(uint32(last + uint32(c * kv_box) + at), zero, zero, zero, zero)
                                 at = uint32(at + uint32(16 * ptx.WARP))
-                        fence_proxy_async()
+                        fence_proxy_async_shared()
                         mbarrier_arrive(v_barrier(base, wiped, number))
                     if tiles >= int32(0):
                         number = uint32(number + uint32(tiles))
