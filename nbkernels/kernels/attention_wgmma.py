@@ -70,10 +70,10 @@ PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not f
 # head_dim up to: from so many queries on, (tile_n, k_stages, v_stages, consumers, q_stages); by the registers of scores, their
 # rounded weights and sums, by what fits shared memory, and by what was fastest on an H200 (benchmarks/notes/attention.md)
 TILES = {
-    64: ((0, (128, 3, 3, 2, 2)), (2048, (96, 4, 4, 3, 2))),
+    64: ((0, (128, 2, 2, 2, 2)), (2048, (96, 4, 4, 3, 2))),
     128: ((0, (128, 2, 2, 2, 2)),),
     192: ((0, (96, 2, 2, 2, 1)),),
-    256: ((0, (64, 2, 2, 2, 1)),),
+    256: ((0, (64, 2, 3, 2, 1)),),
 }
 SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
@@ -145,15 +145,14 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths, packed):
 
 def attention_wgmma_kernel(
     dtype, head_dim, tile_n, k_stages, v_stages, consumers, q_stages, negative, causal, windowed, has_lengths,
-    capped=False, has_sinks=False, packed=False, keys_first=True, values_first=True,
+    capped=False, has_sinks=False, packed=False,
 ):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes one work item after another, in the order of a counter
     or every gridDim.x-th.
 
     tile_n: keys a tile; k_stages, v_stages: tiles of K and of V in shared memory; consumers: warpgroups of 64 query rows;
-    q_stages: tiles of q in shared memory: with two, that of the next item comes while this one is computed. keys_first: a
-    tile's V is asked for behind the K of the next one. negative: the scale is below zero (the kernel gets its magnitude); a
-    capped score has its sign.
+    q_stages: tiles of q in shared memory: with two, that of the next item comes while this one is computed. negative: the scale
+    is below zero (the kernel gets its magnitude); a capped score has its sign.
     packed: sequences lie one after another (``kernels.packed``), and batch is 1.
     """
     depth = -(-head_dim // 16) * 16
@@ -402,15 +401,11 @@ def attention_wgmma_kernel(
         head = uint32(0)
         if has_sinks:
             head = ptx.ld_shared(uint32(at + uint32(36)))
-        # in a form in which the compiler sees that a warp shares them
-        return (
-            int32(ptx.shfl_idx_u32(w[0], uint32(0))),
-            int32(ptx.shfl_idx_u32(w[1], uint32(0))),
-            int32(ptx.shfl_idx_u32(w[2], uint32(0))),
-            int32(ptx.shfl_idx_u32(w[3], uint32(0))),
-            int32(ptx.shfl_idx_u32(tiles, uint32(0))),
-            head,
-        )
+        if consumers > 2:
+            # the compiler no longer sees that a warp shares it, and keeps addresses in each lane's registers: up to 1.2 times as
+            # fast with three consumers, no faster with two
+            tiles = ptx.shfl_idx_u32(tiles, ptx.lane_id())
+        return int32(w[0]), int32(w[1]), int32(w[2]), int32(w[3]), int32(tiles), head
 
     @cuda.jit(device=True, inline="always")
     def leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key):
@@ -531,11 +526,8 @@ def attention_wgmma_kernel(
                             mbarrier_expect(barrier, uint32(q_bytes))
                             bring(to, q_box, q_map, of[1], more[1], of[0], barrier)
                         if left > int32(0):
-                            if keys_first:
-                                later = True
-                                v_head, v_key, v_batch = of[2], key, of[0]
-                            else:
-                                bring_values(base, v_ring, number, v_map, of[2], key, of[0])
+                            later = True
+                            v_head, v_key, v_batch = of[2], key, of[0]
                             number = uint32(number + uint32(1))
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))
@@ -772,19 +764,13 @@ def attention_wgmma_kernel(
                     asked = pending and tiles > int32(0)
                 if asked:
                     # the next item's first scores are computed while this item's sums are written
-                    if values_first:
-                        hold_sums(sums, 0)
-                        hold_words(words, 0)
-                        wgmma_fence()
-                        multiply_values(sums, words, v_tile(v_ring, last))
+                    hold_sums(sums, 0)
+                    hold_words(words, 0)
+                    wgmma_fence()
+                    multiply_values(sums, words, v_tile(v_ring, last))
                     mbarrier_wait(k_barrier(base, k_full, number), k_parity(number))
                     hold_scores(scores, 0)
-                    if not values_first:
-                        hold_sums(sums, 0)
-                        hold_words(words, 0)
                     wgmma_fence()
-                    if not values_first:
-                        multiply_values(sums, words, v_tile(v_ring, last))
                     multiply_scores(scores, rows_of(q_ring, following, group), k_tile(k_ring, number))
                     wgmma_wait(1)
                     hold_sums(sums, 0)
@@ -833,6 +819,8 @@ def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count, sequences=0
     group = heads // kv_heads
     pair_bytes = max(kv_len * boxes(head_dim) * BOX_ROW * 2 // group, 1)
     section = min(max(SECTION_BYTES // pair_bytes // group, 1) * group, pairs)
+    if not any(constants[8:11]) and not sequences:
+        section = group  # all query tiles of a head of K and V together: none is longer than another
     grid = min(pairs * q_tiles, sm_count)
     threads = (consumers + 1) * WARPGROUP
     shared = shared_bytes(head_dim, tile_n, k_stages, v_stages, consumers, q_stages)
