@@ -223,9 +223,9 @@ def test_a_wgmma_plan_fits_the_device():
         chosen, q_tiles, section = attention_wgmma.plan(constants, 8, q_len, 4000, 64, 8, 132)
         assert chosen.shared_bytes <= 227 * 1024
         assert chosen.grid[0] <= 132 and section % 8 == 0
-        few, many = attention_wgmma.REGISTERS[constants[4]]
-        assert 128 * (few + constants[4] * many) <= 64 * 1024
-        assert q_tiles * constants[4] * attention_wgmma.ROWS >= q_len
+        few, many = attention_wgmma.REGISTERS[constants[5]]
+        assert 128 * (few + constants[5] * many) <= 64 * 1024
+        assert q_tiles * constants[5] * attention_wgmma.ROWS >= q_len
 
 
 @pytest.mark.parametrize("q_len", [2, 20])

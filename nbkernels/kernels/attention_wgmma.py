@@ -41,7 +41,7 @@ from nbkernels.ptx.bulk import tensor_map as tensor_map_type
 from nbkernels.ptx.mbarrier import (
     barrier_sync,
     fence_mbarrier_init,
-    fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -67,13 +67,13 @@ BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not fit 24
-# head_dim up to: from so many queries on, (tile_n, stages, consumers, q_stages); by the registers of scores, their rounded
-# weights and sums, by what fits shared memory, and by what was fastest on an H200 (benchmarks/notes/attention.md)
+# head_dim up to: from so many queries on, (tile_n, k_stages, v_stages, consumers, q_stages); by the registers of scores, their
+# rounded weights and sums, by what fits shared memory, and by what was fastest on an H200 (benchmarks/notes/attention.md)
 TILES = {
-    64: ((0, (128, 3, 2, 2)), (2048, (96, 4, 3, 2))),
-    128: ((0, (128, 2, 2, 2)),),
-    192: ((0, (96, 2, 2, 1)),),
-    256: ((0, (64, 2, 2, 1)),),
+    64: ((0, (128, 2, 2, 2, 2)), (2048, (96, 4, 4, 3, 2))),
+    128: ((0, (128, 2, 2, 2, 2)),),
+    192: ((0, (96, 2, 2, 2, 1)),),
+    256: ((0, (64, 2, 3, 2, 1)),),
 }
 SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
@@ -87,9 +87,9 @@ def boxes(head_dim):
     return -(-head_dim // BOX)
 
 
-def shared_bytes(head_dim, tile_n, stages, consumers, q_stages):
+def shared_bytes(head_dim, tile_n, k_stages, v_stages, consumers, q_stages):
     """The rings of q, K and V, behind the barriers; they start at the first multiple of 1024."""
-    rows = q_stages * consumers * ROWS + 2 * stages * tile_n
+    rows = q_stages * consumers * ROWS + (k_stages + v_stages) * tile_n
     return 1024 + BARRIER_BYTES + rows * boxes(head_dim) * BOX_ROW
 
 
@@ -144,15 +144,15 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths, packed):
 
 
 def attention_wgmma_kernel(
-    dtype, head_dim, tile_n, stages, consumers, q_stages, negative, causal, windowed, has_lengths,
+    dtype, head_dim, tile_n, k_stages, v_stages, consumers, q_stages, negative, causal, windowed, has_lengths,
     capped=False, has_sinks=False, packed=False,
 ):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes one work item after another, in the order of a counter
     or every gridDim.x-th.
 
-    tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
-    of q in shared memory: with two, that of the next item comes while this one is computed. negative: the scale is below zero
-    (the kernel gets its magnitude); a capped score has its sign.
+    tile_n: keys a tile; k_stages, v_stages: tiles of K and of V in shared memory; consumers: warpgroups of 64 query rows;
+    q_stages: tiles of q in shared memory: with two, that of the next item comes while this one is computed. negative: the scale
+    is below zero (the kernel gets its magnitude); a capped score has its sign.
     packed: sequences lie one after another (``kernels.packed``), and batch is 1.
     """
     depth = -(-head_dim // 16) * 16
@@ -178,26 +178,37 @@ def attention_wgmma_kernel(
     item = _walk(tile_m, tile_n, causal, windowed, has_lengths, packed)
     wipes_rows = has_lengths or packed  # what lies behind a sequence's last key may be anything
     pieces = head_dim // 8  # of 16 bytes in a row
-    # mbarriers: K there, V there, K free, V free, q there, q free, rows of the result written (a ring of each), the rows behind a
-    # length wiped
-    k_full, v_full, k_free, v_free = (8 * stages * n for n in range(4))
-    q_full, q_free, written = (8 * (4 * stages + n * q_stages) for n in range(3))
+    # mbarriers: K there, K free, V there, V free, q there, q free, rows of the result written (a ring of each), the rows behind a
+    # length wiped, an item planned, its tiles being asked for
+    k_full, k_free = 0, 8 * k_stages
+    v_full, v_free = (8 * (2 * k_stages + n * v_stages) for n in range(2))
+    q_full, q_free, written = (8 * (2 * k_stages + 2 * v_stages + n * q_stages) for n in range(3))
     wiped = written + 8 * q_stages * consumers
-    next_items = wiped + 8 * stages  # a ring as long as q's: the number of the item after this one
+    planned, begun = (wiped + 8 * (v_stages + n) for n in range(2))
+    # descriptions of items: those whose results are not yet gone, and one more
+    plans, plan_bytes = q_stages + 1, 48
+    described = -(-(begun + 8) // 16) * 16
+    assert described + plans * plan_bytes <= BARRIER_BYTES
     rows_barrier = 1  # the numbered barrier of the first consumer
 
-    @cuda.jit(device=True, inline="always")
-    def ring(base, kind, number):
-        """The mbarrier of the ``number``-th tile of a kind."""
-        return uint32(base + uint32(kind) + uint32(uint32(number % uint32(stages)) * uint32(8)))
+    def make_ring(stages):
+        @cuda.jit(device=True, inline="always")
+        def ring(base, kind, number):
+            """The mbarrier of the ``number``-th tile of a kind."""
+            return uint32(base + uint32(kind) + uint32(uint32(number % uint32(stages)) * uint32(8)))
 
-    @cuda.jit(device=True, inline="always")
-    def parity(number):
-        return uint32(uint32(number // uint32(stages)) & uint32(1))
+        @cuda.jit(device=True, inline="always")
+        def parity(number):
+            return uint32(uint32(number // uint32(stages)) & uint32(1))
 
-    @cuda.jit(device=True, inline="always")
-    def tile_address(start, number):
-        return uint32(start + uint32(uint32(number % uint32(stages)) * uint32(kv_bytes)))
+        @cuda.jit(device=True, inline="always")
+        def tile_address(start, number):
+            return uint32(start + uint32(uint32(number % uint32(stages)) * uint32(kv_bytes)))
+
+        return ring, parity, tile_address
+
+    k_barrier, k_parity, k_tile = make_ring(k_stages)
+    v_barrier, v_parity, v_tile = make_ring(v_stages)
 
     @cuda.jit(device=True, inline="always")
     def q_slot(turn):
@@ -221,6 +232,13 @@ def attention_wgmma_kernel(
         """Ask for a tile: its boxes of 64 columns beside each other."""
         for c in range(columns):
             tensor_load_4d(uint32(to + uint32(c * box_bytes)), described, uint32(c * BOX), head, row, batch, barrier)
+
+    @cuda.jit(device=True, inline="always")
+    def bring_values(base, v_ring, number, described, head, key, batch):
+        barrier = v_barrier(base, v_full, number)
+        mbarrier_wait(v_barrier(base, v_free, number), uint32(v_parity(number) ^ uint32(1)))
+        mbarrier_expect(barrier, uint32(kv_bytes))
+        bring(v_tile(v_ring, number), kv_box, described, head, key, batch, barrier)
 
     @cuda.jit(device=True, inline="always")
     def low_word(address, bits):
@@ -363,27 +381,31 @@ def attention_wgmma_kernel(
         return uint32(uint32(cuda.gridDim.x) + taken)
 
     @cuda.jit(device=True, inline="always")
-    def item_after(
-        counter, work, items, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-        query_offsets, kv_offsets, sequences,
-    ):  # fmt: skip
-        """As ``take``, past the items that are beyond the end of packed sequences."""
-        looking = True
-        while looking:
-            work = take(counter, work, items)
-            looking = False
-            if packed and work < items:
-                _, _, first_row, _, _, _, _, rows, _, _ = item(
-                    work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                    query_offsets, kv_offsets, sequences,
-                )  # fmt: skip
-                looking = first_row >= rows
-        return work
+    def description(base, turn):
+        """Where an item's description stands:
+
+        word 0  position of its first row among the keys, keys of the sequence, end of those seen, first tile
+             4  tiles (below zero: there are no more items), first row in q and out, rows up to the sequence's end,
+                where the sequence's keys begin
+             8  batch, head, head of the keys
+        """
+        return uint32(base + uint32(described) + uint32(uint32(turn % uint32(plans)) * uint32(plan_bytes)))
 
     @cuda.jit(device=True, inline="always")
-    def next_item(base, turn):
-        """Where the number of the item after this one stands; it has come when this one's q has."""
-        return uint32(base + uint32(next_items) + uint32(q_slot(turn) * uint32(4)))
+    def next_seen(base, turn):
+        """Wait for an item's q, and what a consumer must know about it: position, keys, end, first tile, tiles, head."""
+        mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+        at = description(base, turn)
+        w = ptx.ld_shared_v4(at)
+        tiles = ptx.ld_shared(uint32(at + uint32(16)))
+        head = uint32(0)
+        if has_sinks:
+            head = ptx.ld_shared(uint32(at + uint32(36)))
+        if consumers > 2:
+            # the compiler no longer sees that a warp shares it, and keeps addresses in each lane's registers: up to 1.2 times as
+            # fast with three consumers, no faster with two
+            tiles = ptx.shfl_idx_u32(tiles, ptx.lane_id())
+        return int32(w[0]), int32(w[1]), int32(w[2]), int32(w[3]), int32(tiles), head
 
     @cuda.jit(device=True, inline="always")
     def leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key):
@@ -408,7 +430,7 @@ def attention_wgmma_kernel(
                 ptx.st_shared(
                     uint32(at + uint32(n // 8 * q_box) + chunk), pack(sums[s] * inverse, sums[s + 1] * inverse)
                 )
-        fence_proxy_async()
+        fence_proxy_async_shared()
         mbarrier_arrive(rows_written(base, turn, group))
 
     @kernel(launch_bounds=(threads, 1))  # setmaxnreg needs a known register count at entry
@@ -443,15 +465,18 @@ def attention_wgmma_kernel(
         base = uint32(uint32(ptx.shared_address(cuda.shared.array(0, uint8)) + uint32(1023)) & uint32(0xFFFFFC00))
         q_ring = uint32(base + uint32(BARRIER_BYTES))
         k_ring = uint32(q_ring + uint32(q_stages * q_bytes))
-        v_ring = uint32(k_ring + uint32(stages * kv_bytes))
+        v_ring = uint32(k_ring + uint32(k_stages * kv_bytes))
         items = uint32(pairs * q_tiles)
         if t == uint32(0):
-            for s in range(stages):
-                for full in (k_full, v_full):
-                    mbarrier_init(uint32(base + uint32(full + 8 * s)), uint32(1))
+            for s in range(k_stages):
+                mbarrier_init(uint32(base + uint32(k_full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(k_free + 8 * s)), uint32(4 * consumers))
+            for s in range(v_stages):
+                mbarrier_init(uint32(base + uint32(v_full + 8 * s)), uint32(1))
+                mbarrier_init(uint32(base + uint32(v_free + 8 * s)), uint32(4 * consumers))
                 mbarrier_init(uint32(base + uint32(wiped + 8 * s)), uint32(ptx.WARP))
-                for free in (k_free, v_free):
-                    mbarrier_init(uint32(base + uint32(free + 8 * s)), uint32(4 * consumers))
+            mbarrier_init(uint32(base + uint32(planned)), uint32(1))
+            mbarrier_init(uint32(base + uint32(begun)), uint32(1))
             for s in range(q_stages):
                 mbarrier_init(uint32(base + uint32(q_full + 8 * s)), uint32(1))
                 mbarrier_init(uint32(base + uint32(q_free + 8 * s)), uint32(2 if wipes_rows else 1))
@@ -461,7 +486,6 @@ def attention_wgmma_kernel(
         cuda.syncthreads()
 
         number = uint32(0)  # of tiles before this item, by which the rings turn
-        work = uint32(cuda.blockIdx.x)
         turn = uint32(0)  # items before this one, by which the ring of q turns
         wipes = uint32(0)  # parities of a ring of which not every round is used: a bit each
         if group == uint32(consumers):
@@ -472,143 +496,173 @@ def attention_wgmma_kernel(
                 prefetch_tensor_map(q_map)
                 prefetch_tensor_map(k_map)
                 prefetch_tensor_map(v_map)
-                following = item_after(
-                    counter, work, items, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                    query_offsets, kv_offsets, sequences,
-                )  # fmt: skip
-                while work < items:
-                    batch, head, first_row, _, _, first_tile, tiles, rows, q_at, kv_at = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                        query_offsets, kv_offsets, sequences,
-                    )  # fmt: skip
-                    kv_head = uint32(head // group_size)
-                    left = tiles
+                later = False  # whether the V of the K asked for last is still to be asked for
+                v_head, v_key, v_batch = uint32(0), uint32(0), uint32(0)
+                mbarrier_wait(uint32(base + uint32(planned)), uint32(0))
+                seen = ptx.ld_shared_v4(description(base, turn))
+                more = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(16)))
+                of = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(32)))
+                while int32(more[0]) >= int32(0):
+                    left = int32(more[0])
                     asked = False
                     while left > int32(0) or not asked:
-                        key = uint32(int32(first_tile + left - int32(1)) * int32(tile_n))
+                        key = uint32(int32(int32(seen[3]) + left - int32(1)) * int32(tile_n))
                         if packed:
-                            key = uint32(key + uint32(kv_at))
+                            key = uint32(key + more[3])
                         if left > int32(0):
-                            barrier = ring(base, k_full, number)
-                            mbarrier_wait(ring(base, k_free, number), uint32(parity(number) ^ uint32(1)))
+                            barrier = k_barrier(base, k_full, number)
+                            mbarrier_wait(k_barrier(base, k_free, number), uint32(k_parity(number) ^ uint32(1)))
                             mbarrier_expect(barrier, uint32(kv_bytes))
-                            to = tile_address(k_ring, number)
-                            bring(to, kv_box, k_map, kv_head, key, batch, barrier)
+                            bring(k_tile(k_ring, number), kv_box, k_map, of[2], key, of[0], barrier)
+                        if later:
+                            bring_values(base, v_ring, uint32(number - uint32(1)), v_map, v_head, v_key, v_batch)
+                            later = False
                         if not asked:  # behind the first K: that may come while the item before is still written
                             asked = True
                             barrier = q_barrier(base, q_full, turn)
                             mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
-                            ptx.st_shared(next_item(base, turn), following)
+                            mbarrier_arrive(uint32(base + uint32(begun)))
                             to = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
                             mbarrier_expect(barrier, uint32(q_bytes))
-                            q_row = uint32(first_row)
-                            if packed:
-                                q_row = uint32(q_row + uint32(q_at))
-                            bring(to, q_box, q_map, head, q_row, batch, barrier)
+                            bring(to, q_box, q_map, of[1], more[1], of[0], barrier)
                         if left > int32(0):
-                            barrier = ring(base, v_full, number)
-                            mbarrier_wait(ring(base, v_free, number), uint32(parity(number) ^ uint32(1)))
-                            mbarrier_expect(barrier, uint32(kv_bytes))
-                            to = tile_address(v_ring, number)
-                            bring(to, kv_box, v_map, kv_head, key, batch, barrier)
+                            later = True
+                            v_head, v_key, v_batch = of[2], key, of[0]
                             number = uint32(number + uint32(1))
                         left = int32(left - int32(1))
                     turn = uint32(turn + uint32(1))
-                    work = following
-                    if work < items:
-                        following = item_after(
-                            counter, work, items, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
+                    mbarrier_wait(uint32(base + uint32(planned)), uint32(turn & uint32(1)))
+                    seen = ptx.ld_shared_v4(description(base, turn))
+                    more = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(16)))
+                    of = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(32)))
+                if later:
+                    bring_values(base, v_ring, uint32(number - uint32(1)), v_map, v_head, v_key, v_batch)
+                # to those who wait for an item: there are no more
+                mbarrier_wait(q_barrier(base, q_free, turn), uint32(q_parity(turn) ^ uint32(1)))
+                mbarrier_arrive(q_barrier(base, q_full, turn))
+            elif t == uint32(consumers * WARPGROUP + 3 * ptx.WARP):
+                # one item ahead of the copies
+                work = uint32(cuda.blockIdx.x)
+                planning = True
+                while planning:
+                    planning = work < items
+                    batch, head, q_row, kv_at = uint32(0), uint32(0), int32(0), int32(0)
+                    position, count, end, first_tile, tiles = int32(0), int32(0), int32(0), int32(0), int32(-1)
+                    left = int32(0)
+                    if planning:
+                        batch, head, first_row, count, end, first_tile, tiles, rows, q_at, kv_at = item(
+                            work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
                             query_offsets, kv_offsets, sequences,
                         )  # fmt: skip
+                        position = int32(count - rows + first_row)
+                        left = int32(rows - first_row)
+                        q_row = int32(q_at + first_row)
+                    shown = not (packed and planning) or left > int32(
+                        0
+                    )  # one beyond the end of packed sequences is none
+                    at = description(base, turn)
+                    of_keys = uint32(head // group_size)
+                    ptx.st_shared_v4(at, uint32(position), uint32(count), uint32(end), uint32(first_tile))
+                    ptx.st_shared_v4(uint32(at + uint32(16)), uint32(tiles), uint32(q_row), uint32(left), uint32(kv_at))
+                    ptx.st_shared_v4(uint32(at + uint32(32)), batch, head, of_keys, uint32(0))
+                    if shown:
+                        mbarrier_arrive(uint32(base + uint32(planned)))
+                    if planning:
+                        if shown:
+                            mbarrier_wait(uint32(base + uint32(begun)), uint32(turn & uint32(1)))
+                            turn = uint32(turn + uint32(1))
+                        work = take(counter, work, items)
             elif wipes_rows and warp == uint32(1):
                 # What stands behind a sequence's length may be anything, and a weight of 0 times NaN would be NaN
                 lane = ptx.lane_id()
-                while work < items:
-                    _, _, first_row, count, _, first_tile, tiles, rows, _, _ = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                        query_offsets, kv_offsets, sequences,
-                    )  # fmt: skip
-                    there = int32(count - int32(first_tile + tiles - int32(1)) * int32(tile_n))  # rows of the last tile
+                tiles = int32(0)
+                while tiles >= int32(0):
+                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                    seen = ptx.ld_shared_v4(description(base, turn))
+                    tiles = int32(ptx.ld_shared(uint32(description(base, turn) + uint32(16))))
+                    # rows of the last tile
+                    there = int32(int32(seen[1]) - int32(int32(seen[3]) + tiles - int32(1)) * int32(tile_n))
                     if tiles > int32(0) and there < int32(tile_n):
-                        mbarrier_wait(ring(base, v_full, number), parity(number))
-                        last = tile_address(v_ring, number)
+                        mbarrier_wait(v_barrier(base, v_full, number), v_parity(number))
+                        last = v_tile(v_ring, number)
                         for c in range(columns):
                             at = uint32(uint32(there * int32(BOX_ROW)) + uint32(lane * uint32(16)))
                             while at < uint32(kv_box):
                                 zero = uint32(0)
                                 ptx.st_shared_v4(uint32(last + uint32(c * kv_box) + at), zero, zero, zero, zero)
                                 at = uint32(at + uint32(16 * ptx.WARP))
-                        fence_proxy_async()
-                        mbarrier_arrive(ring(base, wiped, number))
-                    number = uint32(number + uint32(tiles))
-                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
-                    work = ptx.ld_shared(next_item(base, turn))
-                    if lane == uint32(0):
-                        mbarrier_arrive(q_barrier(base, q_free, turn))
-                    turn = uint32(turn + uint32(1))
+                        fence_proxy_async_shared()
+                        mbarrier_arrive(v_barrier(base, wiped, number))
+                    if tiles >= int32(0):
+                        number = uint32(number + uint32(tiles))
+                        ptx.warp_sync()
+                        if lane == uint32(0):
+                            mbarrier_arrive(q_barrier(base, q_free, turn))
+                        turn = uint32(turn + uint32(1))
             elif packed and warp == uint32(2):
                 # as below, but a sequence's last rows leave by plain stores: in their box stand rows of the next one as well
                 out_map = tensor_map_address(out)
                 lane = ptx.lane_id()
-                while work < items:
-                    batch, head, first_row, _, _, _, _, rows, q_at, _ = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                        query_offsets, kv_offsets, sequences,
-                    )  # fmt: skip
-                    rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
-                    for g in range(consumers):
-                        mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
-                        out_row = int32(q_at + first_row + int32(ROWS * g))
-                        left = int32(rows - first_row - int32(ROWS * g))
-                        box = uint32(rows_from + uint32(g * ROWS * BOX_ROW))
-                        if left >= int32(ROWS):
-                            if lane == uint32(0):
-                                for c in range(columns):
-                                    part = uint32(box + uint32(c * q_box))
-                                    tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, part)
-                                bulk_commit()
-                        elif left > int32(0):
-                            start = int64(out_row) * out_token + int64(head) * out_head
-                            number = lane
-                            while number < uint32(uint32(left) * uint32(pieces)):
-                                inside = uint32(number // uint32(pieces))
-                                piece = uint32(number - uint32(inside * uint32(pieces)))
-                                chunk = uint32(uint32(piece & uint32(7)) ^ uint32(inside & uint32(7)))
-                                at = uint32(box + uint32(uint32(piece >> uint32(3)) * uint32(q_box)))
-                                at = uint32(at + uint32(inside * uint32(BOX_ROW)) + uint32(chunk * uint32(16)))
-                                w = ptx.ld_shared_v4(at)
-                                to = start + int64(inside) * out_token + int64(uint32(piece * uint32(8)))
-                                ptx.st_global_v4(ptx.address(out_rows, to), w[0], w[1], w[2], w[3])
-                                number = uint32(number + uint32(ptx.WARP))
-                    ptx.warp_sync()
-                    work = ptx.ld_shared(next_item(base, turn))
-                    if lane == uint32(0):
-                        bulk_wait_read(0)
-                    ptx.warp_sync()
-                    if lane == uint32(0):
-                        mbarrier_arrive(q_barrier(base, q_free, turn))
-                    turn = uint32(turn + uint32(1))
+                tiles = int32(0)
+                while tiles >= int32(0):
+                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                    more = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(16)))
+                    of = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(32)))
+                    tiles = int32(more[0])
+                    if tiles >= int32(0):
+                        rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                        for g in range(consumers):
+                            mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
+                            out_row = uint32(more[1] + uint32(ROWS * g))
+                            left = int32(int32(more[2]) - int32(ROWS * g))
+                            box = uint32(rows_from + uint32(g * ROWS * BOX_ROW))
+                            if left >= int32(ROWS):
+                                if lane == uint32(0):
+                                    for c in range(columns):
+                                        part = uint32(box + uint32(c * q_box))
+                                        tensor_store_4d(out_map, uint32(c * BOX), of[1], out_row, of[0], part)
+                                    bulk_commit()
+                            elif left > int32(0):
+                                start = int64(out_row) * out_token + int64(of[1]) * out_head
+                                number = lane
+                                while number < uint32(uint32(left) * uint32(pieces)):
+                                    inside = uint32(number // uint32(pieces))
+                                    piece = uint32(number - uint32(inside * uint32(pieces)))
+                                    chunk = uint32(uint32(piece & uint32(7)) ^ uint32(inside & uint32(7)))
+                                    at = uint32(box + uint32(uint32(piece >> uint32(3)) * uint32(q_box)))
+                                    at = uint32(at + uint32(inside * uint32(BOX_ROW)) + uint32(chunk * uint32(16)))
+                                    w = ptx.ld_shared_v4(at)
+                                    to = start + int64(inside) * out_token + int64(uint32(piece * uint32(8)))
+                                    ptx.st_global_v4(ptx.address(out_rows, to), w[0], w[1], w[2], w[3])
+                                    number = uint32(number + uint32(ptx.WARP))
+                        if lane == uint32(0):
+                            bulk_wait_read(0)
+                        ptx.warp_sync()
+                        if lane == uint32(0):
+                            mbarrier_arrive(q_barrier(base, q_free, turn))
+                        turn = uint32(turn + uint32(1))
             elif not packed and t == uint32(consumers * WARPGROUP + 2 * ptx.WARP):
                 # rows of the result leave while their warpgroup is at its next item
                 out_map = tensor_map_address(out)
-                while work < items:
-                    batch, head, first_row, _, _, _, _, _, _, _ = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                        query_offsets, kv_offsets, sequences,
-                    )  # fmt: skip
-                    rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
-                    for g in range(consumers):
-                        mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
-                        out_row = int32(first_row + int32(ROWS * g))
-                        if out_row < q_len:
-                            for c in range(columns):
-                                box = uint32(rows_from + uint32(c * q_box + g * ROWS * BOX_ROW))
-                                tensor_store_4d(out_map, uint32(c * BOX), head, uint32(out_row), batch, box)
-                            bulk_commit()
-                    bulk_wait_read(0)
-                    work = ptx.ld_shared(next_item(base, turn))
-                    mbarrier_arrive(q_barrier(base, q_free, turn))
-                    turn = uint32(turn + uint32(1))
+                tiles = int32(0)
+                while tiles >= int32(0):
+                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
+                    more = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(16)))
+                    of = ptx.ld_shared_v4(uint32(description(base, turn) + uint32(32)))
+                    tiles = int32(more[0])
+                    if tiles >= int32(0):
+                        rows_from = uint32(q_ring + uint32(q_slot(turn) * uint32(q_bytes)))
+                        for g in range(consumers):
+                            mbarrier_wait(rows_written(base, turn, uint32(g)), q_parity(turn))
+                            if int32(more[2]) > int32(ROWS * g):
+                                out_row = uint32(more[1] + uint32(ROWS * g))
+                                for c in range(columns):
+                                    box = uint32(rows_from + uint32(c * q_box + g * ROWS * BOX_ROW))
+                                    tensor_store_4d(out_map, uint32(c * BOX), of[1], out_row, of[0], box)
+                                bulk_commit()
+                        bulk_wait_read(0)
+                        mbarrier_arrive(q_barrier(base, q_free, turn))
+                        turn = uint32(turn + uint32(1))
         else:
             more_registers(many)
             sums = cuda.local.array(sum_count, float32)
@@ -622,14 +676,10 @@ def attention_wgmma_kernel(
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
             my_row = int32(uint32(warp * uint32(16)) + uint32(lane >> uint32(2)))
             my_key = int32(uint32(uint32(lane & uint32(3)) << uint32(1)))
-            batch, head, first_row, count, end, first_tile, tiles, rows, _, _ = item(
-                work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                query_offsets, kv_offsets, sequences,
-            )  # fmt: skip
+            position, count, end, first_tile, tiles, head = next_seen(base, turn)
             asked = False  # whether the scores of this item's first tile are there
-            while work < items:
-                first_row = int32(first_row + int32(group * uint32(ROWS)))
-                row = int32(count - rows + first_row)
+            while tiles >= int32(0):
+                row = int32(position + int32(group * uint32(ROWS)))
                 for i in range(sum_count):
                     sums[i] = float32(0.0)
                 for h in range(2):
@@ -640,8 +690,6 @@ def attention_wgmma_kernel(
                     sink = sinks[head]
                 q_rows = rows_of(q_ring, turn, group)
                 last = uint32(0)  # the number of the tile whose weights wait for their product
-                if not asked:
-                    mbarrier_wait(q_barrier(base, q_full, turn), q_parity(turn))
                 if tiles > int32(0):
                     tile = int32(first_tile + tiles - int32(1))
                     # tiles from plain_first to plain_end - 1 are seen whole by all of the warpgroup's rows
@@ -656,23 +704,23 @@ def attention_wgmma_kernel(
 
                     first_key = int32(int32(tile * int32(tile_n)) + my_key)
                     if not asked:
-                        mbarrier_wait(ring(base, k_full, number), parity(number))
+                        mbarrier_wait(k_barrier(base, k_full, number), k_parity(number))
                         hold_scores(scores, 0)
                         wgmma_fence()
-                        multiply_scores(scores, q_rows, tile_address(k_ring, number))
+                        multiply_scores(scores, q_rows, k_tile(k_ring, number))
                         wgmma_wait(0)
                         hold_scores(scores, 0)
                     if lane == uint32(0):
-                        mbarrier_arrive(ring(base, k_free, number))
+                        mbarrier_arrive(k_barrier(base, k_free, number))
                     cap_scores(scores, scale_log2, cap_log2)
                     if tile >= plain_end or tile < plain_first:
                         mask(scores, int32(row + my_row), first_key, end, window)
                     softmax(scores, largest, total, shrink, scale_log2)
                     round_weights(scores, words)
-                    mbarrier_wait(ring(base, v_full, number), parity(number))
+                    mbarrier_wait(v_barrier(base, v_full, number), v_parity(number))
                     if wipes_rows and int32(int32(tile + int32(1)) * int32(tile_n)) > count:
-                        slot = uint32(number % uint32(stages))
-                        mbarrier_wait(ring(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
+                        slot = uint32(number % uint32(v_stages))
+                        mbarrier_wait(v_barrier(base, wiped, number), uint32(uint32(wipes >> slot) & uint32(1)))
                         wipes = uint32(wipes ^ uint32(uint32(1) << slot))
                     last = number
                     number = uint32(number + uint32(1))
@@ -680,28 +728,28 @@ def attention_wgmma_kernel(
                     while tile >= first_tile:
                         # the scores of this tile and the sums of the one before it, then the weights of this tile
                         first_key = int32(first_key - int32(tile_n))
-                        mbarrier_wait(ring(base, k_full, number), parity(number))
+                        mbarrier_wait(k_barrier(base, k_full, number), k_parity(number))
                         hold_scores(scores, 0)
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         wgmma_fence()
-                        multiply_scores(scores, q_rows, tile_address(k_ring, number))
-                        multiply_values(sums, words, tile_address(v_ring, last))
+                        multiply_scores(scores, q_rows, k_tile(k_ring, number))
+                        multiply_values(sums, words, v_tile(v_ring, last))
                         wgmma_wait(1)
                         hold_scores(scores, 0)
                         if lane == uint32(0):
-                            mbarrier_arrive(ring(base, k_free, number))
+                            mbarrier_arrive(k_barrier(base, k_free, number))
                         cap_scores(scores, scale_log2, cap_log2)
                         if tile >= plain_end or tile < plain_first:
                             mask(scores, int32(row + my_row), first_key, end, window)
                         softmax(scores, largest, total, shrink, scale_log2)
                         # V of the next product; and a branch, over which ptxas does not move the softmax behind the wait below
-                        mbarrier_wait(ring(base, v_full, number), parity(number))
+                        mbarrier_wait(v_barrier(base, v_full, number), v_parity(number))
                         wgmma_wait(0)
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         if lane == uint32(0):
-                            mbarrier_arrive(ring(base, v_free, last))
+                            mbarrier_arrive(v_barrier(base, v_free, last))
                         scale_sums(sums, shrink)
                         round_weights(scores, words)
                         last = number
@@ -709,33 +757,26 @@ def attention_wgmma_kernel(
                         tile = int32(tile - int32(1))
 
                 pending = tiles > int32(0)
-                # in a form in which the compiler sees that a warp shares it
-                work = ptx.shfl_idx_u32(ptx.ld_shared(next_item(base, turn)), uint32(0))
-                more = work < items
-                if more:
-                    batch, head, first_row, count, end, first_tile, tiles, rows, _, _ = item(
-                        work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
-                        query_offsets, kv_offsets, sequences,
-                    )  # fmt: skip
+                following = uint32(turn + uint32(1))
                 asked = False
                 if ahead:
-                    asked = pending and more and tiles > int32(0)
+                    position, count, end, first_tile, tiles, head = next_seen(base, following)
+                    asked = pending and tiles > int32(0)
                 if asked:
                     # the next item's first scores are computed while this item's sums are written
-                    following = uint32(turn + uint32(1))
-                    mbarrier_wait(q_barrier(base, q_full, following), q_parity(following))
-                    mbarrier_wait(ring(base, k_full, number), parity(number))
-                    hold_scores(scores, 0)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     wgmma_fence()
-                    multiply_values(sums, words, tile_address(v_ring, last))
-                    multiply_scores(scores, rows_of(q_ring, following, group), tile_address(k_ring, number))
+                    multiply_values(sums, words, v_tile(v_ring, last))
+                    mbarrier_wait(k_barrier(base, k_full, number), k_parity(number))
+                    hold_scores(scores, 0)
+                    wgmma_fence()
+                    multiply_scores(scores, rows_of(q_ring, following, group), k_tile(k_ring, number))
                     wgmma_wait(1)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     if lane == uint32(0):
-                        mbarrier_arrive(ring(base, v_free, last))
+                        mbarrier_arrive(v_barrier(base, v_free, last))
                     leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key)
                     wgmma_wait(0)
                     hold_scores(scores, 0)
@@ -744,14 +785,16 @@ def attention_wgmma_kernel(
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         wgmma_fence()
-                        multiply_values(sums, words, tile_address(v_ring, last))
+                        multiply_values(sums, words, v_tile(v_ring, last))
                         wgmma_wait(0)
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         if lane == uint32(0):
-                            mbarrier_arrive(ring(base, v_free, last))
+                            mbarrier_arrive(v_barrier(base, v_free, last))
                     leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key)
-                turn = uint32(turn + uint32(1))
+                if not ahead:
+                    position, count, end, first_tile, tiles, head = next_seen(base, following)
+                turn = following
 
     return attention
 
@@ -769,16 +812,18 @@ def constants_for(dtype, head_dim, negative, masks, q_len=0):
 @lru_cache(maxsize=4096)
 def plan(constants, batch, q_len, kv_len, heads, kv_heads, sm_count, sequences=0):
     """(Plan, query tiles, pairs of sequence and head whose keys and values pass together). sequences: how many are packed."""
-    _, head_dim, tile_n, stages, consumers, q_stages = constants[:6]
+    _, head_dim, tile_n, k_stages, v_stages, consumers, q_stages = constants[:7]
     tile_m = consumers * ROWS
     q_tiles = tile_count(q_len, tile_m, sequences) if sequences else -(-q_len // tile_m)
     pairs = batch * heads
     group = heads // kv_heads
     pair_bytes = max(kv_len * boxes(head_dim) * BOX_ROW * 2 // group, 1)
     section = min(max(SECTION_BYTES // pair_bytes // group, 1) * group, pairs)
+    if not any(constants[8:11]) and not sequences:
+        section = group  # all query tiles of a head of K and V together: none is longer than another
     grid = min(pairs * q_tiles, sm_count)
     threads = (consumers + 1) * WARPGROUP
-    shared = shared_bytes(head_dim, tile_n, stages, consumers, q_stages)
+    shared = shared_bytes(head_dim, tile_n, k_stages, v_stages, consumers, q_stages)
     return Plan(attention_wgmma_kernel, constants, (grid, 1, 1), (threads, 1, 1), shared), q_tiles, section
 
 
@@ -803,7 +848,7 @@ def run(q, k, v, masks, scale_log2, negative, window, kv_lengths, out, extra, se
     kv_len, kv_heads = k.shape[1:3]
     masks = (*masks, sequences > 0)
     constants = constants_for(q.dtype, head_dim, negative, masks, 0 if sequences else q_len)
-    tile_n, consumers = constants[2], constants[4]
+    tile_n, consumers = constants[2], constants[5]
     chosen, q_tiles, section = plan(constants, batch, q_len, kv_len, heads, kv_heads, device.sm_count, sequences)
     boxes_of = [(q, consumers * ROWS), (k, tile_n), (v, tile_n), (out, ROWS)]
     maps = [tensor_map(x, (1, rows, 1, BOX), device=device) for x, rows in boxes_of]
