@@ -12,7 +12,6 @@ from nbkernels.kernels import matmul_wgmma
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import emulated
 from nbkernels.launch.device import DeviceError, cuda_device, current
-from nbkernels.launch.launcher import launch
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
@@ -43,7 +42,19 @@ def padded(array):
 
 
 def product(
-    shape, dtype, weight, group_size, tile, stages, ping_pong, bias=False, activation=None, residual=False, blocks=2
+    shape,
+    dtype,
+    weight,
+    group_size,
+    tile,
+    stages,
+    ping_pong=False,
+    weight_first=None,
+    shared=False,
+    bias=False,
+    activation=None,
+    residual=False,
+    blocks=2,
 ):
     """The relative error of one launch with these constants; nothing is written beside the result."""
     rows, columns, depth = shape
@@ -59,13 +70,11 @@ def product(
     out_columns = columns // 2 if activation == "silu_mul" else columns
     whole, out = padded(np.full((rows, out_columns), np.nan, dtype))
     epilogue = Epilogue(weight == "rows", bias, activation, residual)
-    chosen = matmul_wgmma.plan_of(
-        rows, columns, (dtype, weight, group_size, *tile, stages, ping_pong, epilogue), blocks
-    )
-    arguments = matmul_wgmma.arguments(
-        chosen, kept[0][1], kept[1][1], scales, kept[3], kept[2][1], out, current(), band_rows=2 * tile[0]
-    )
-    launch(chosen, arguments, current())
+    weight_first = weight != "dense" if weight_first is None else weight_first
+    constants = (dtype, weight, group_size, *tile, stages, ping_pong, weight_first, shared, epilogue)
+    chosen = matmul_wgmma.plan_of(rows, columns, depth, constants, blocks)
+    arrays = kept[0][1], kept[1][1], scales, kept[3], kept[2][1], out
+    matmul_wgmma.launch_plan(chosen, *arrays, current(), band_rows=2 * tile[0])
     written = to_host(whole)
     assert np.isnan(written[:, out_columns:].astype(np.float32)).all()
     wide = [None if a is None else np.asarray(a, np.float64) for a in (x, added, before)]
@@ -184,5 +193,7 @@ def test_plans_fit():
     for rows in (128, 512, 4096, 70001):
         for columns in (64, 1024, 14336, 50256):
             for weight, group_size in (("dense", 0), ("rows", 0), ("groups", 32)):
-                chosen = matmul_wgmma.plan(rows, columns, BF16, weight, group_size, Epilogue(weight == "rows"), 132)
+                chosen = matmul_wgmma.plan(
+                    rows, columns, 4096, BF16, weight, group_size, Epilogue(weight == "rows"), 132
+                )
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024

@@ -33,16 +33,6 @@ def floats_from_int8x4(word):
 
 
 @cuda.jit(device=True, inline="always")
-def floats_from_int8x2(word):
-    """The two lower signed bytes of a word, the upper ones 0 -> two float32."""
-    biased = uint32(word ^ uint32(0x8080))
-    return (
-        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7440))) - FLOAT32_OFFSET,
-        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7441))) - FLOAT32_OFFSET,
-    )
-
-
-@cuda.jit(device=True, inline="always")
 def _f16x2_pairs_from_int8x4(word):
     biased = uint32(word ^ uint32(0x80808080))
     return (
@@ -75,19 +65,24 @@ def pairs_from_int8x4(dtype):
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_from_int8x2(word):
-    return _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4140)))
+def _bf16x2_from_int8x2(word, exponents, signs):
+    spread = ptx.prmt(word, exponents, uint32(0x4140))
+    offset = uint32(uint32(spread & signs) | uint32(0xC300C300))
+    return ptx.fma_bf16x2(uint32(spread & uint32(0xFF7FFF7F)), uint32(0x3F803F80), offset)
 
 
 @cuda.jit(device=True, inline="always")
-def _f16x2_from_int8x2(word):
+def _f16x2_from_int8x2(word, exponents, signs):
     biased = uint32(word ^ uint32(0x8080))
     return ptx.sub_f16x2(ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480))
 
 
 @cache
 def pair_from_int8x2(dtype):
-    """widen(word): the two lower signed bytes -> a word of two float16 or bfloat16."""
+    """widen(word, exponents, signs): the two lower signed bytes -> a word of two float16 or bfloat16.
+
+    exponents, signs: ``ptx.widen.widening_constants``.
+    """
     return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
 
 

@@ -27,13 +27,16 @@ factor is from its mixed-input product.
 
 from functools import cache, lru_cache
 
+import numpy as np
 from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.activation import silu
 from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.epilogue import activation_function
-from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
+from nbkernels.kernels.int8 import pair_from_int8x2
+from nbkernels.kernels.matmul_stream import block_of, blocks_for, first_unit_of
+from nbkernels.launch import memory
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import Plan, launch
 from nbkernels.launch.tensor_map import describes, tensor_map
@@ -67,6 +70,7 @@ from nbkernels.ptx.wgmma import (
     wgmma_update,
     wgmma_wait,
 )
+from nbkernels.ptx.widen import leave_widening_constants, widening_constants
 
 # k a stage: a row of 16-bit elements is as wide as the swizzle, 128 bytes
 STEP = 64
@@ -97,8 +101,16 @@ def stage_bytes(weight, tile_m, tile_n):
 
 
 def shared_bytes(weight, tile_m, tile_n, stages):
-    """The ring, two boxes of y a consumer, two mbarriers a stage; up to 1023 bytes in front, since stages begin at multiples."""
-    return 1024 + stages * stage_bytes(weight, tile_m, tile_n) + 2 * CONSUMERS * BOX_BYTES + 16 * stages
+    """The ring, two boxes of y a consumer, two mbarriers a stage; up to 1023 bytes in front, since stages begin at multiples.
+
+    Then 16 bytes: the constants that widen an int8 weight, and a word a consumer.
+    """
+    return 1024 + stages * stage_bytes(weight, tile_m, tile_n) + 2 * CONSUMERS * BOX_BYTES + 16 * stages + 16
+
+
+def box_rows_of(tile_m):
+    """Rows of y a box."""
+    return min(BOX, tile_m)
 
 
 @cuda.jit(device=True, inline="always")
@@ -113,7 +125,7 @@ def tile_at(number, row_tiles, column_tiles, band):
 
 @cache
 def multiply_dense(dtype, blocks, b_rows):
-    """multiply(a_tile, b_tile, sums, step, before, lane, words, scales): sums += a · bᵀ of a stage, in flight.
+    """multiply(a_tile, b_tile, sums, step, before, warp, lane, words, extra): sums += a · bᵀ of a stage, in flight.
 
     The stage before is free then: its mbarrier, ``before``, is told. step 0: sums start from zero, and there is none before.
     """
@@ -122,7 +134,7 @@ def multiply_dense(dtype, blocks, b_rows):
     count = b_rows // 2
 
     @cuda.jit(device=True, inline="always")
-    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, scales):
+    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, extra):
         a_bits = uint64(descriptor_address(a_tile) + uint64(bits))
         b_bits = uint64(descriptor_address(b_tile) + uint64(bits))
         more = uint32(1) if step > uint32(0) else uint32(0)
@@ -145,21 +157,23 @@ def multiply_dense(dtype, blocks, b_rows):
 
 
 @cache
-def _multiply_int8(dtype, b_rows, groups):
-    """As multiply_dense with a = 64 rows of int8, 64 bytes each under a swizzle of 64 bytes, and b from x.
+def _multiply_int8(dtype, blocks, b_rows, groups):
+    """As multiply_dense with a = 64 rows of int8 a block, 64 bytes each under a swizzle of 64 bytes, and b from x.
 
-    words: 8 registers for fragments of a, of the product in flight and of the next. scales: with ``groups`` those of the lane's
-    two rows for both halves of the stage: (row g, g + 8 of k 0 to 31, then of k 32 to 63).
+    A stage is widened while the products of the one before run, and takes its place in ``words``, 4 · K_STEPS registers a block,
+    when these have ended; the other consumer's products fill the gap. extra: (widening_constants, scales); scales, of ``groups``:
+    of the lane's rows g and g + 8 of each block, for k 0 to 31 and then for k 32 to 63, each twice in a word.
     """
     update = wgmma_update(str(dtype), b_rows, a="registers")
     bits = descriptor_bits(16, 8 * X_ROW_BYTES, X_ROW_BYTES)
     widen = pair_from_int8x2(dtype)
-    pack = ptx.bf16x2_from_floats
-    keep = ptx.hold(4, "r")
-    loads = 4 * K_STEPS
+    loads = 4 * K_STEPS * blocks
+    count = b_rows // 2
+    keep = ptx.hold(loads, "r")
 
     @cuda.jit(device=True, inline="always")
-    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, scales):
+    def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, extra):
+        constants, scales = extra
         b_bits = uint64(descriptor_address(b_tile) + uint64(bits))
         more = uint32(1) if step > uint32(0) else uint32(0)
         # a fragment's lane has two neighbours in k, and the two that are 8 further, of rows g and g + 8
@@ -167,33 +181,44 @@ def _multiply_int8(dtype, b_rows, groups):
         row = uint32(uint32(warp << uint32(4)) + g)
         turned = uint32(uint32(uint32(g >> uint32(1)) & uint32(3)) << uint32(4))
         start = uint32(a_tile + uint32(row << uint32(6)) + uint32(uint32(lane & uint32(3)) << uint32(1)))
-        raw = cuda.local.array(loads, uint32)
+        wide = cuda.local.array(loads, uint32)
         for k in range(K_STEPS):
-            for i in range(4):
-                place = uint32(start + uint32(uint32(16 * k) ^ turned) + uint32(8 * (i // 2) + 8 * STEP * (i % 2)))
-                raw[4 * k + i] = uint32(ptx.ld_shared_u16(place))
+            for i in range(4 * blocks):
+                inside = 64 * STEP * (i // 4) + 8 * (i // 2 % 2) + 8 * STEP * (i % 2)
+                place = uint32(start + uint32(uint32(16 * k) ^ turned) + uint32(inside))
+                wide[4 * blocks * k + i] = uint32(ptx.ld_shared_u16(place))
         for k in range(K_STEPS):
-            own = 4 * (k % 2)
-            for i in range(4):
+            for i in range(4 * blocks):
+                at = 4 * blocks * k + i
+                wide[at] = widen(wide[at], constants[0], constants[1])
                 if groups:
-                    first, second = floats_from_int8x2(raw[4 * k + i])
-                    scale = scales[k // 2 * 2 + i % 2]
-                    words[own + i] = pack(first * scale, second * scale)
-                else:
-                    words[own + i] = widen(raw[4 * k + i])
-            keep(words, own)
-            wgmma_fence()
-            update(sums, 0, words, own, uint64(b_bits + uint64(2 * k)), more if k == 0 else uint32(1))
-            wgmma_commit()
-            wgmma_wait(1)
-            keep(words, 4 - own)  # the product before has read them
-            if k == 0 and step > uint32(0) and lane == uint32(0):
-                mbarrier_arrive(before)
+                    wide[at] = ptx.fma_bf16x2(
+                        wide[at], scales[k // 2 * 2 * blocks + i // 4 * 2 + i % 2], uint32(0x80008000)
+                    )
+        keep(wide, 0)
+        wgmma_wait(0)
+        keep(words, 0)  # the products before have read them
+        if step > uint32(0) and lane == uint32(0):
+            mbarrier_arrive(before)
+        for i in range(loads):
+            words[i] = wide[i]
+        keep(words, 0)
+        wgmma_fence()
+        for k in range(K_STEPS):
+            for block in range(blocks):
+                update(
+                    sums,
+                    block * count,
+                    words,
+                    4 * (blocks * k + block),
+                    uint64(b_bits + uint64(2 * k)),
+                    more if k == 0 else uint32(1),
+                )
+        wgmma_commit()
 
     return multiply
 
 
-@cache
 @cache
 def _fill_dense(dtype, epilogue):
     """fill(box, sums, at, row, column, warp, lane, call): 64 × 64 sums of a warpgroup -> a box of y in shared memory.
@@ -245,12 +270,13 @@ def _fill_dense(dtype, epilogue):
 
 
 @cache
-def _fill_transposed(dtype, epilogue):
-    """As _fill_dense where the sums' rows are y's columns. A lane's pair lies along y's columns after movmatrix."""
+def _fill_transposed(dtype, epilogue, box_rows):
+    """As _fill_dense, box_rows × 64, where the sums' rows are y's columns, along which movmatrix lays a lane's pair."""
     unpack, pack = pair_conversions(dtype)
     from_storage, _ = conversions(dtype)
     activate = activation_function(epilogue)
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
+    residual_words = box_rows // 4
 
     @cuda.jit(device=True, inline="always")
     def fill(box, sums, at, row, column, warp, lane, call):
@@ -258,9 +284,9 @@ def _fill_transposed(dtype, epilogue):
         quad = uint32(uint32(lane & uint32(3)) << uint32(1))
         g = uint32(lane >> uint32(2))
         first_column = uint32(column + uint32(warp << uint32(4)))
-        added = cuda.local.array(16, uint32)
+        added = cuda.local.array(residual_words, uint32)
         if has_residual:
-            for j in range(8):
+            for j in range(box_rows // 8):
                 for h in range(2):
                     m, n = uint32(row + g + uint32(8 * j)), uint32(first_column + quad + uint32(8 * h))
                     at_most = int64(min(m, uint32(rows - uint32(1)))) * stride + int64(
@@ -275,7 +301,7 @@ def _fill_transposed(dtype, epilogue):
                 scale = scales[n * scale_stride]
             if has_bias:
                 added_bias = from_storage(bias[n])
-            for j in range(8):
+            for j in range(box_rows // 8):
                 first = sums[at + 4 * j + 2 * h]
                 second = sums[at + 4 * j + 2 * h + 1]
                 if has_scale:
@@ -335,8 +361,8 @@ def _fill_dense_gated(dtype, epilogue):
 
 
 @cache
-def _fill_transposed_gated(dtype, epilogue):
-    """As _fill_transposed where two rows of sums, which neighbouring lanes have, make one column of y: a box of 64 × 32.
+def _fill_transposed_gated(dtype, epilogue, box_rows):
+    """As _fill_transposed where two rows of sums, which neighbouring lanes have, make one column of y: a box of box_rows × 32.
 
     The lane of the gate finishes the first of their two rows of y, that of the up the second; nothing is left to turn.
     """
@@ -360,7 +386,7 @@ def _fill_transposed_gated(dtype, epilogue):
             if has_bias:
                 added_bias = from_storage(bias[n])
             element = uint32(uint32(warp << uint32(3)) + uint32(4 * h) + uint32(g >> uint32(1)))
-            for j in range(8):
+            for j in range(box_rows // 8):
                 first = sums[at + 4 * j + 2 * h]
                 second = sums[at + 4 * j + 2 * h + 1]
                 if has_scale:
@@ -378,16 +404,19 @@ def _fill_transposed_gated(dtype, epilogue):
     return fill
 
 
-def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_pong, epilogue):
+def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_pong, weight_first, shared, epilogue):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale group_size, a multiple of 32).
 
     tile_m × tile_n: a tile of y, of a block; with ping_pong of a warpgroup: then one multiplies while the other stores. grid: any
     number of blocks. Columns are even in number, and pairs of them 4-byte aligned in bias and residual.
+    weight_first: the weight is wgmma's first factor, as int8 always is, and x the second. shared: blocks have equally many steps,
+    and may share a tile.
     """
     dense, groups = weight == "dense", weight == "groups"
     assert dense or str(dtype) == "bfloat16" or not groups
-    # the two factors of wgmma: b is 16-bit x where the weight is turned into 16-bit floats in registers
-    a_rows, b_rows = (tile_m, tile_n) if dense else (tile_n, tile_m)
+    assert (weight_first or dense) and not (ping_pong and shared)
+    # the two factors of wgmma: an int8 one is turned into 16-bit floats in registers
+    a_rows, b_rows = (tile_n, tile_m) if weight_first else (tile_m, tile_n)
     a_row_bytes = X_ROW_BYTES if dense else STEP
     a_bytes, b_bytes = a_rows * a_row_bytes, b_rows * X_ROW_BYTES
     both = a_bytes + b_bytes
@@ -395,26 +424,62 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     blocks = own_rows // 64
     count = b_rows // 2
     values = blocks * count
-    parts = b_rows // BOX
+    box_rows, parts = box_rows_of(tile_m), max(b_rows // BOX, 1)
     teams = 1 if ping_pong else CONSUMERS  # consumers of a stage
-    assert blocks == 1 or dense
-    multiply = multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, b_rows, groups)
+    multiply = multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, blocks, b_rows, groups)
+    words_held = 4 * K_STEPS * blocks if not dense else 1
+    scale_rows = 2 * blocks
+    scales_held = 2 * scale_rows
     gated = epilogue.gated
-    if gated:
-        fill = (_fill_dense_gated if dense else _fill_transposed_gated)(dtype, epilogue)
+    if weight_first:
+        fill = (_fill_transposed_gated if gated else _fill_transposed)(dtype, epilogue, box_rows)
     else:
-        fill = (_fill_dense if dense else _fill_transposed)(dtype, epilogue)
+        fill = (_fill_dense_gated if gated else _fill_dense)(dtype, epilogue)
     keep = ptx.hold(values)
     free = 8 * stages
+    constants_at, flag_at = 16 * stages, 16 * stages + 8  # behind ``full``
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
+    slot_values = CONSUMERS * WARPGROUP * values
 
     @cuda.jit(device=True, inline="always")
     def load_scales(scales, own, k, depth, into):
-        """The scales of the lane's two rows, which begin at ``own``, for both halves of the stage at k."""
+        """The scales of the lane's rows, which begin at ``own``, for both halves of the stage at k."""
         for half in range(2):
             group = uint32(min(uint32(k + uint32(STEP // 2 * half)), uint32(depth - uint32(1))) // uint32(group_size))
-            for h in range(2):
-                into[2 * half + h] = scales[own[h] + int64(group)]
+            for i in range(scale_rows):
+                into[scale_rows * half + i] = scales[own[i] + int64(group)]
+
+    @cuda.jit(device=True, inline="always")
+    def place_of(slot, group, thread):
+        """The first of a thread's sums in a slot of ``partial``: four at a time, the warpgroup's side by side."""
+        own = uint32(
+            uint32(group * uint32(WARPGROUP * values)) + uint32(uint32(thread & uint32(WARPGROUP - 1)) << uint32(2))
+        )
+        return uint32(uint32(slot * uint32(slot_values)) + own)
+
+    @cuda.jit(device=True, inline="always")
+    def leave(partial, at, sums):
+        for i in range(values // 4):
+            to = ptx.address(partial, uint32(at + uint32(4 * WARPGROUP * i)))
+            ptx.st_global_v4_f32(to, sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3])
+
+    @cuda.jit(device=True, inline="always")
+    def merge(partial, group, thread, first_block, last_block, sums):
+        """sums of a tile from those that the blocks which share it have left, in the order of k."""
+        for i in range(values):
+            sums[i] = float32(0.0)
+        part = first_block
+        while part <= last_block:
+            # the first block begins the tile: its second slot
+            slot = uint32(part << uint32(1))
+            if part == first_block:
+                slot = uint32(slot + uint32(1))
+            at = place_of(slot, group, thread)
+            for i in range(values // 4):
+                found = ptx.ld_global_v4_f32(ptx.address(partial, uint32(at + uint32(4 * WARPGROUP * i))))
+                for j in range(4):
+                    sums[4 * i + j] += found[j]
+            part = uint32(part + uint32(1))
 
     def boxes_from(number):
         """Code that stores a consumer's boxes from ``number`` on. One function each: a loop as long as this is not unrolled."""
@@ -433,8 +498,8 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             """boxes: (the one to fill, the other's distance); corner: the warpgroup's first row and column in y."""
             box = uint32(boxes[0] + boxes[1]) if number % 2 else boxes[0]
             group, warp, lane, leader = team
-            row = uint32(corner[0] + uint32(BOX * (block if dense else part)))
-            column = uint32(corner[1] + uint32(BOX * (part if dense else block)))
+            row = uint32(corner[0] + uint32(BOX * (part if weight_first else block)))
+            column = uint32(corner[1] + uint32(BOX * (block if weight_first else part)))
             inside = (
                 row < call[1] and column < call[2]
             )  # the others' residual is not read: it may be out, and being written
@@ -462,12 +527,16 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
         scales: ptx.pointer("float32"),
         bias: ptx.pointer(dtype),
         residual: ptx.pointer(dtype),
+        partial: ptx.pointer("float32"),  # [2 · blocks, consumers, values / 4, 128, 4]
+        counters: ptx.pointer("uint32"),  # [tiles, consumers]
         rows: uint32,
         columns: uint32,
         depth: uint32,
         scale_stride: int64,
         residual_stride: int64,
         band: uint32,
+        share: uint32,
+        extra: uint32,
     ):
         thread = uint32(cuda.threadIdx.x)
         # the warpgroup's number, in a form in which the compiler sees that a warp shares it
@@ -480,6 +549,8 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 mbarrier_init(uint32(full + uint32(8 * s)), uint32(1))
                 mbarrier_init(uint32(full + uint32(free + 8 * s)), uint32(4 * teams))
             fence_mbarrier_init()
+            if not dense:
+                leave_widening_constants(uint32(full + uint32(constants_at)))
         cuda.syncthreads()
         steps = uint32(uint32(depth + uint32(STEP - 1)) // uint32(STEP))
         row_tiles = uint32(uint32(rows + uint32(tile_m - 1)) // uint32(tile_m))
@@ -487,6 +558,16 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
         tiles = uint32(row_tiles * column_tiles)
         stride = uint32(cuda.gridDim.x)
         tile = uint32(cuda.blockIdx.x)
+        # of the block's first tile; and the end of its steps, tile by tile
+        first_step = uint32(0)
+        end = uint32(0)
+        if shared:
+            unit = first_unit_of(tile, share, extra)
+            end = first_unit_of(uint32(tile + uint32(1)), share, extra)
+            tile = uint32(unit // steps)
+            first_step = uint32(unit - uint32(tile * steps))
+            tiles = uint32(uint32(end + uint32(steps - uint32(1))) // steps)
+            stride = uint32(1)
         stage = uint32(0)
         parity = uint32(0)
 
@@ -502,13 +583,18 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     row = uint32(row_tile * uint32(tile_m))
                     column = uint32(column_tile * uint32(tile_n))
                     k = uint32(0)
-                    while k < depth:
+                    k_end = depth
+                    if shared:
+                        k = uint32(first_step * uint32(STEP))
+                        first_step = uint32(0)
+                        k_end = min(depth, uint32(min(steps, uint32(end - uint32(tile * steps))) * uint32(STEP)))
+                    while k < k_end:
                         barrier = uint32(full + uint32(stage << uint32(3)))
                         mbarrier_wait(uint32(barrier + uint32(free)), uint32(parity ^ uint32(1)))
                         mbarrier_expect(barrier, uint32(both))
                         to = uint32(ring + uint32(stage * uint32(both)))
-                        x_to = to if dense else uint32(to + uint32(a_bytes))
-                        weight_to = uint32(to + uint32(a_bytes)) if dense else to
+                        x_to = uint32(to + uint32(a_bytes)) if weight_first else to
+                        weight_to = to if weight_first else uint32(to + uint32(a_bytes))
                         tensor_load_2d(x_to, x_at, k, row, barrier)
                         tensor_load_2d(weight_to, weight_at, k, column, barrier)
                         k = uint32(k + uint32(STEP))
@@ -522,12 +608,12 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             sums = cuda.local.array(values, float32)
             for i in range(values):
                 sums[i] = float32(0.0)
-            words = cuda.local.array(8, uint32)
-            for i in range(8):
+            words = cuda.local.array(words_held, uint32)
+            for i in range(words_held):
                 words[i] = uint32(0)
-            step_scales = cuda.local.array(4, float32)
-            next_scales = cuda.local.array(4, float32)
-            own_scales = cuda.local.array(2, int64)
+            step_scales = cuda.local.array(scales_held, uint32)
+            next_scales = cuda.local.array(scales_held, float32)
+            own_scales = cuda.local.array(scale_rows, int64)
             warp = uint32(uint32(thread >> uint32(5)) & uint32(3))
             lane = ptx.lane_id()
             leader = uint32(thread & uint32(WARPGROUP - 1)) == uint32(0)
@@ -546,6 +632,9 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 residual,
                 residual_stride,
             )
+            widening = (uint32(0), uint32(0))
+            if not dense:
+                widening = widening_constants(uint32(full + uint32(constants_at)))
             if ping_pong and group == uint32(1):
                 # the first consumer's turn
                 barrier_arrive(uint32(turn_barrier), uint32(CONSUMERS * WARPGROUP))
@@ -556,26 +645,33 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 row_tile, column_tile = tile_at(tile, row_tiles, column_tiles, band)
                 row = uint32(row_tile * uint32(tile_m))
                 column = uint32(column_tile * uint32(tile_n))
+                first_k = uint32(0)
+                own_steps = steps
+                begins = True
+                if shared:
+                    begins = first_step == uint32(0)
+                    first_k = uint32(first_step * uint32(STEP))
+                    own_steps = uint32(min(steps, uint32(end - uint32(tile * steps))) - first_step)
+                    first_step = uint32(0)
                 if ping_pong:
                     barrier_sync(uint32(uint32(turn_barrier) + group), uint32(CONSUMERS * WARPGROUP))
                 if groups:
                     n = uint32(column + own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
-                    for h in range(2):
-                        own_scales[h] = (
-                            int64(min(uint32(n + uint32(8 * h)), uint32(columns - uint32(1)))) * scale_stride
-                        )
-                    load_scales(scales, own_scales, uint32(0), depth, next_scales)
+                    for i in range(scale_rows):
+                        own = uint32(n + uint32(64 * (i // 2) + 8 * (i % 2)))
+                        own_scales[i] = int64(min(own, uint32(columns - uint32(1)))) * scale_stride
+                    load_scales(scales, own_scales, first_k, depth, next_scales)
                 keep(sums, 0)
                 step = uint32(0)
                 before = uint32(0)
-                while step < steps:
+                while step < own_steps:
                     barrier = uint32(full + uint32(stage << uint32(3)))
                     mbarrier_wait(barrier, parity)
                     at = uint32(ring + uint32(stage * uint32(both)))
                     if groups:
-                        for i in range(4):
-                            step_scales[i] = next_scales[i]
-                        following = uint32(uint32(step + uint32(1)) * uint32(STEP))
+                        for i in range(scales_held):
+                            step_scales[i] = ptx.bf16x2_from_floats(next_scales[i], next_scales[i])
+                        following = uint32(first_k + uint32(uint32(step + uint32(1)) * uint32(STEP)))
                         load_scales(scales, own_scales, following, depth, next_scales)
                     multiply(
                         uint32(at + uint32(own_a * uint32(a_row_bytes))),
@@ -586,7 +682,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                         warp,
                         lane,
                         words,
-                        step_scales,
+                        (widening, step_scales),
                     )
                     before = uint32(barrier + uint32(free))
                     step = uint32(step + uint32(1))
@@ -602,11 +698,32 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 if lane == uint32(0):
                     mbarrier_arrive(before)
 
-                corner = (uint32(row + own_a), column) if dense else (row, uint32(column + own_a))
-                store_boxes(sums, (box, other_box), corner, (group, warp, lane, leader), call)
-                if blocks * parts % 2:
-                    box = uint32(box + other_box)
-                    other_box = uint32(uint32(0) - other_box)
+                done = True
+                if shared and own_steps < steps:
+                    first_unit = uint32(tile * steps)
+                    first_block = block_of(first_unit, share, extra)
+                    last_block = block_of(uint32(first_unit + uint32(steps - uint32(1))), share, extra)
+                    slot = uint32(cuda.blockIdx.x) << uint32(1)
+                    leave(partial, place_of(uint32(slot + uint32(begins)), group, thread), sums)
+                    flag = uint32(full + uint32(flag_at) + uint32(group << uint32(2)))
+                    barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
+                    if leader:
+                        counter = ptx.address(counters, int64(uint32(tile * uint32(CONSUMERS)) + group))
+                        # it orders what the warpgroup has written, and what it reads after the next barrier
+                        came = uint32(ptx.atomic_add(counter, uint32(1)))
+                        if came == uint32(last_block - first_block):
+                            ptx.st_global(counter, uint32(0))  # for the next launch
+                        ptx.st_shared(flag, came)
+                    barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
+                    done = ptx.ld_shared(flag) == uint32(last_block - first_block)
+                    if done:
+                        merge(partial, group, thread, first_block, last_block, sums)
+                if done:
+                    corner = (row, uint32(column + own_a)) if weight_first else (uint32(row + own_a), column)
+                    store_boxes(sums, (box, other_box), corner, (group, warp, lane, leader), call)
+                    if blocks * parts % 2:
+                        box = uint32(box + other_box)
+                        other_box = uint32(uint32(0) - other_box)
                 tile = uint32(tile + stride)
                 if ping_pong:
                     tile = uint32(tile + stride)
@@ -645,51 +762,82 @@ def _tile_shape(weight, width):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, weight, group_size, epilogue, sm_count):
-    """rows, columns > 0; weight and group_size as ``matmul_wgmma_kernel``."""
+def plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count):
+    """rows, columns, depth > 0; weight and group_size as ``matmul_wgmma_kernel``."""
 
     def time(width):
         """Of all turns of a multiprocessor, in products; a tile costs its own and some more: it begins and it ends."""
         turns = -(-tiles(rows, columns, *_tile_shape(weight, width)) // sm_count)
         return turns * (width + TILE_OVERHEAD)
 
-    width = min(WIDTHS, key=time)
-    tile = _tile_shape(weight, width)
-    stages = 8
-    while shared_bytes(weight, *tile, stages) > SHARED_BYTES:
+    tile = _tile_shape(weight, min(WIDTHS, key=time))
+    constants = (
+        dtype,
+        weight,
+        group_size,
+        *tile,
+        most_stages(weight, *tile),
+        False,
+        weight != "dense",
+        False,
+        epilogue,
+    )
+    return plan_of(rows, columns, depth, constants, sm_count)
+
+
+def most_stages(weight, tile_m, tile_n, most=8):
+    """Of the ring, as far as there is room."""
+    stages = most
+    while shared_bytes(weight, tile_m, tile_n, stages) > SHARED_BYTES:
         stages -= 1
-    return plan_of(rows, columns, (dtype, weight, group_size, *tile, stages, False, epilogue), sm_count)
+    return stages
 
 
-def plan_of(rows, columns, constants, sm_count):
+def plan_of(rows, columns, depth, constants, sm_count):
     """The Plan of given constants."""
-    _, weight, _, tile_m, tile_n, stages, _, _ = constants
-    grid = (min(tiles(rows, columns, tile_m, tile_n), sm_count), 1, 1)
-    return Plan(matmul_wgmma_kernel, constants, grid, (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages))
+    _, weight, _, tile_m, tile_n, stages, _, _, shared, _ = constants
+    number = tiles(rows, columns, tile_m, tile_n)
+    blocks = blocks_for(number, -(-depth // STEP), sm_count) if shared else min(number, sm_count)
+    return Plan(
+        matmul_wgmma_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages)
+    )
 
 
 def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
-    rows, columns = x.shape[0], weight.shape[0]
-    chosen = plan(rows, columns, x.dtype, kind, group_size, epilogue, device.sm_count)
-    launch(chosen, arguments(chosen, x, weight, scales, bias, residual, out, device), device, stream)
+    columns, depth = weight.shape
+    chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, epilogue, device.sm_count)
+    launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
 
 
-def arguments(chosen, x, weight, scales, bias, residual, out, device, band_rows=BAND_ROWS):
-    """What the kernel of a Plan is launched with."""
-    _, kind, _, tile_m, tile_n, _, _, epilogue = chosen.constants
-    out_box = ((BOX, BOX // 2), GATED_ROW_BYTES) if epilogue.gated else ((BOX, BOX), 128)
-    return (
+def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream=None, band_rows=BAND_ROWS):
+    """Launch what ``plan`` chose; arrays as ``matmul.multiply``."""
+    _, kind, _, tile_m, tile_n, _, _, _, shared, epilogue = chosen.constants
+    rows, (columns, depth) = x.shape[0], weight.shape
+    box_rows = box_rows_of(tile_m)
+    out_box = ((box_rows, BOX // 2), GATED_ROW_BYTES) if epilogue.gated else ((box_rows, BOX), 128)
+    number, steps, blocks = tiles(rows, columns, tile_m, tile_n), -(-depth // STEP), chosen.grid[0]
+    share, extra = divmod(number * steps, blocks)
+    partial = counters = None
+    if shared and (extra or share % steps):
+        partial = memory.empty((2 * blocks * tile_m * tile_n,), np.dtype(np.float32), stream)
+        counters = memory.counters(CONSUMERS * number, stream)
+    arguments = (
         tensor_map(x, (tile_m, STEP), device=device),
         tensor_map(weight, (tile_n, STEP), 128 if kind == "dense" else 64, device=device),
         tensor_map(out, *out_box, device=device),
         0 if scales is None else scales.pointer,
         0 if bias is None else bias.pointer,
         0 if residual is None else residual.pointer,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
+        0 if partial is None else partial.pointer,
+        0 if counters is None else counters.pointer,
+        rows,
+        columns,
+        depth,
         0 if scales is None else scales.strides[0],
         0 if residual is None else residual.strides[0],
         max(band_rows // tile_m, 1),
+        share,
+        extra,
     )
+    launch(chosen, arguments, device, stream)
