@@ -132,6 +132,37 @@ def test_int8(hopper, shape, weight, group_size, tile, stages, ping_pong, dtype,
     assert error < BOUND[dtype]
 
 
+# blocks: how many share the steps, of 64 columns of x; (tile_m, tile_n) with tile_n the weight's, which is the first factor
+SHARED = [
+    pytest.param((70, 264, 712), "rows", 0, (64, 128), 3, BF16, 5, FULL, id="tiles of two blocks and of three"),
+    pytest.param((40, 136, 712), "rows", 0, (64, 128), 2, F16, 7, {}, id="seven blocks for two tiles"),
+    pytest.param((9, 264, 328), "rows", 0, (16, 128), 4, BF16, 5, FULL, id="boxes of 16 rows"),
+    pytest.param((30, 144, 328), "rows", 0, (32, 128), 4, BF16, 3, GATED, id="gated, boxes of 32 rows"),
+    pytest.param((70, 520, 136), "rows", 0, (64, 256), 3, BF16, 4, FULL, id="two products of 64 rows a consumer"),
+    pytest.param((130, 136, 328), "groups", 32, (128, 128), 3, BF16, 3, FULL, id="groups of half a step"),
+    pytest.param((70, 136, 328), "groups", 96, (64, 128), 2, BF16, 5, {}, id="groups of one step and a half"),
+    pytest.param((70, 400, 328), "groups", 64, (64, 256), 2, BF16, 3, GATED, id="gated, groups, two products"),
+    pytest.param((70, 264, 328), "dense", 0, (64, 128), 3, F16, 5, FULL, id="dense"),
+    pytest.param((20, 528, 136), "dense", 0, (32, 256), 3, BF16, 4, GATED, id="dense, gated, two products"),
+    pytest.param((4, 128, 64), "rows", 0, (16, 128), 2, BF16, 1, {"bias": True}, id="one block has all"),
+    pytest.param((130, 264, 328), "rows", 0, (128, 128), 3, BF16, 4, {}, id="whole tiles"),
+    pytest.param((60, 4104, 4096), "rows", 0, (64, 128), 8, BF16, 132, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param((250, 4104, 4096), "groups", 32, (128, 128), 6, BF16, 132, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param((60, 4104, 4096), "dense", 0, (64, 128), 8, F16, 132, FULL, id="large", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("shape, weight, group_size, tile, stages, dtype, blocks, epilogue", SHARED)
+def test_blocks_share_tiles(hopper, shape, weight, group_size, tile, stages, dtype, blocks, epilogue):
+    rest = {"weight_first": True, "shared": True, "blocks": blocks, **epilogue}
+    assert product(shape, dtype, weight, group_size, tile, stages, **rest) < BOUND[dtype]
+
+
+def test_a_dense_weight_first(hopper):
+    rest = {"weight_first": True, "blocks": 2, **FULL}
+    assert product((130, 264, 72), BF16, "dense", 0, (64, 128), 3, **rest) < BOUND[BF16]
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_every_byte_is_exact(hopper, dtype):
     # a weight of single ones, times every int8 in turn: the result is that number

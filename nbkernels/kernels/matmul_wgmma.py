@@ -82,6 +82,7 @@ GATED_ROW_BYTES = BOX  # of a box whose columns are halved, two sums an element
 WARPGROUP = 128
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
+PREFETCHERS = ptx.WARP  # threads of the producer, where groups have scales
 # registers a thread: 128 · 40 + 256 · 232 are 63 of the 64 K
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # rows of x whose tiles are taken side by side: with as many columns of w they fill the multiprocessors and share L2
@@ -442,12 +443,19 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     slot_values = CONSUMERS * WARPGROUP * values
 
     @cuda.jit(device=True, inline="always")
-    def load_scales(scales, own, k, depth, into):
-        """The scales of the lane's rows, which begin at ``own``, for both halves of the stage at k."""
+    def load_scales(own, k, depth, into):
+        """The scales of the lane's rows, which begin at the addresses ``own``, for both halves of the stage at k."""
         for half in range(2):
             group = uint32(min(uint32(k + uint32(STEP // 2 * half)), uint32(depth - uint32(1))) // uint32(group_size))
             for i in range(scale_rows):
-                into[scale_rows * half + i] = scales[own[i] + int64(group)]
+                into[scale_rows * half + i] = ptx.ld_global_nc_f32(own[i] + uint64(uint32(group << uint32(2))))
+
+    @cuda.jit(device=True, inline="always")
+    def prefetch_scales(scales, scale_stride, column, k, columns, lane):
+        """The scales of a stage on their way too: the consumers ask for them only a step before they need them."""
+        for i in range(tile_n // ptx.WARP):
+            n = min(uint32(column + uint32(ptx.WARP * i) + lane), uint32(columns - uint32(1)))
+            ptx.prefetch_l2(ptx.address(scales, int64(n) * scale_stride + int64(uint32(k // uint32(group_size)))))
 
     @cuda.jit(device=True, inline="always")
     def place_of(slot, group, thread):
@@ -573,7 +581,8 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
 
         if group == uint32(CONSUMERS):
             fewer_registers(PRODUCER_REGISTERS)
-            if thread == uint32(CONSUMERS * WARPGROUP):
+            first = thread == uint32(CONSUMERS * WARPGROUP)
+            if thread < uint32(CONSUMERS * WARPGROUP + PREFETCHERS) if groups else first:
                 x_at, weight_at = tensor_map_address(x_map), tensor_map_address(weight_map)
                 prefetch_tensor_map(x_at)
                 prefetch_tensor_map(weight_at)
@@ -591,12 +600,16 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     while k < k_end:
                         barrier = uint32(full + uint32(stage << uint32(3)))
                         mbarrier_wait(uint32(barrier + uint32(free)), uint32(parity ^ uint32(1)))
-                        mbarrier_expect(barrier, uint32(both))
-                        to = uint32(ring + uint32(stage * uint32(both)))
-                        x_to = uint32(to + uint32(a_bytes)) if weight_first else to
-                        weight_to = to if weight_first else uint32(to + uint32(a_bytes))
-                        tensor_load_2d(x_to, x_at, k, row, barrier)
-                        tensor_load_2d(weight_to, weight_at, k, column, barrier)
+                        if first:
+                            mbarrier_expect(barrier, uint32(both))
+                            to = uint32(ring + uint32(stage * uint32(both)))
+                            x_to = uint32(to + uint32(a_bytes)) if weight_first else to
+                            weight_to = to if weight_first else uint32(to + uint32(a_bytes))
+                            tensor_load_2d(x_to, x_at, k, row, barrier)
+                            tensor_load_2d(weight_to, weight_at, k, column, barrier)
+                        if groups:
+                            prefetch_scales(scales, scale_stride, column, k, columns, ptx.lane_id())
+                            ptx.warp_sync()
                         k = uint32(k + uint32(STEP))
                         stage = uint32(stage + uint32(1))
                         if stage == uint32(stages):
@@ -613,7 +626,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 words[i] = uint32(0)
             step_scales = cuda.local.array(scales_held, uint32)
             next_scales = cuda.local.array(scales_held, float32)
-            own_scales = cuda.local.array(scale_rows, int64)
+            own_scales = cuda.local.array(scale_rows, uint64)
             warp = uint32(uint32(thread >> uint32(5)) & uint32(3))
             lane = ptx.lane_id()
             leader = uint32(thread & uint32(WARPGROUP - 1)) == uint32(0)
@@ -659,8 +672,9 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     n = uint32(column + own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
                     for i in range(scale_rows):
                         own = uint32(n + uint32(64 * (i // 2) + 8 * (i % 2)))
-                        own_scales[i] = int64(min(own, uint32(columns - uint32(1)))) * scale_stride
-                    load_scales(scales, own_scales, first_k, depth, next_scales)
+                        own = min(own, uint32(columns - uint32(1)))
+                        own_scales[i] = ptx.address(scales, int64(own) * scale_stride)
+                    load_scales(own_scales, first_k, depth, next_scales)
                 keep(sums, 0)
                 step = uint32(0)
                 before = uint32(0)
@@ -672,7 +686,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                         for i in range(scales_held):
                             step_scales[i] = ptx.bf16x2_from_floats(next_scales[i], next_scales[i])
                         following = uint32(first_k + uint32(uint32(step + uint32(1)) * uint32(STEP)))
-                        load_scales(scales, own_scales, following, depth, next_scales)
+                        load_scales(own_scales, following, depth, next_scales)
                     multiply(
                         uint32(at + uint32(own_a * uint32(a_row_bytes))),
                         uint32(at + uint32(a_bytes)),
