@@ -51,6 +51,7 @@ def product(
     ping_pong=False,
     weight_first=None,
     shared=False,
+    scale_boxes=False,
     bias=False,
     activation=None,
     residual=False,
@@ -71,7 +72,7 @@ def product(
     whole, out = padded(np.full((rows, out_columns), np.nan, dtype))
     epilogue = Epilogue(weight == "rows", bias, activation, residual)
     weight_first = weight != "dense" if weight_first is None else weight_first
-    constants = (dtype, weight, group_size, *tile, stages, ping_pong, weight_first, shared, epilogue)
+    constants = (dtype, weight, group_size, *tile, stages, ping_pong, weight_first, shared, scale_boxes, epilogue)
     chosen = matmul_wgmma.plan_of(rows, columns, depth, constants, blocks)
     arrays = kept[0][1], kept[1][1], scales, kept[3], kept[2][1], out
     matmul_wgmma.launch_plan(chosen, *arrays, current(), band_rows=2 * tile[0])
@@ -132,6 +133,7 @@ def test_int8(hopper, shape, weight, group_size, tile, stages, ping_pong, dtype,
     assert error < BOUND[dtype]
 
 
+BOXES = {"scale_boxes": True}
 # blocks: how many share the steps, of 64 columns of x; (tile_m, tile_n) with tile_n the weight's, which is the first factor
 SHARED = [
     pytest.param((70, 264, 712), "rows", 0, (64, 128), 3, BF16, 5, FULL, id="tiles of two blocks and of three"),
@@ -144,10 +146,19 @@ SHARED = [
     pytest.param((70, 400, 328), "groups", 64, (64, 256), 2, BF16, 3, GATED, id="gated, groups, two products"),
     pytest.param((70, 264, 328), "dense", 0, (64, 128), 3, F16, 5, FULL, id="dense"),
     pytest.param((20, 528, 136), "dense", 0, (32, 256), 3, BF16, 4, GATED, id="dense, gated, two products"),
+    pytest.param(
+        (130, 136, 376), "groups", 32, (128, 128), 3, BF16, 3, BOXES | FULL, id="boxes of scales, half a step"
+    ),
+    pytest.param((20, 264, 328), "groups", 96, (32, 256), 3, BF16, 5, BOXES, id="boxes of scales, a step and a half"),
+    pytest.param(
+        (20, 144, 456), "groups", 128, (32, 128), 3, BF16, 2, BOXES | GATED, id="boxes of scales of two steps"
+    ),
     pytest.param((4, 128, 64), "rows", 0, (16, 128), 2, BF16, 1, {"bias": True}, id="one block has all"),
     pytest.param((130, 264, 328), "rows", 0, (128, 128), 3, BF16, 4, {}, id="whole tiles"),
     pytest.param((60, 4104, 4096), "rows", 0, (64, 128), 8, BF16, 132, FULL, id="large", marks=pytest.mark.gpu),
-    pytest.param((250, 4104, 4096), "groups", 32, (128, 128), 6, BF16, 132, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param(
+        (250, 4104, 4096), "groups", 32, (128, 128), 6, BF16, 132, BOXES | FULL, id="large", marks=pytest.mark.gpu
+    ),
     pytest.param((60, 4104, 4096), "dense", 0, (64, 128), 8, F16, 132, FULL, id="large", marks=pytest.mark.gpu),
 ]
 
@@ -225,6 +236,6 @@ def test_plans_fit():
         for columns in (64, 1024, 14336, 50256):
             for weight, group_size in (("dense", 0), ("rows", 0), ("groups", 32)):
                 chosen = matmul_wgmma.plan(
-                    rows, columns, 4096, BF16, weight, group_size, Epilogue(weight == "rows"), 132
+                    rows, columns, 4096, BF16, weight, group_size, weight == "groups", Epilogue(weight == "rows"), 132
                 )
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024

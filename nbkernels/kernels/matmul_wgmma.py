@@ -54,7 +54,7 @@ from nbkernels.ptx.mbarrier import (
     barrier_arrive,
     barrier_sync,
     fence_mbarrier_init,
-    fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -82,31 +82,43 @@ GATED_ROW_BYTES = BOX  # of a box whose columns are halved, two sums an element
 WARPGROUP = 128
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
-PREFETCHERS = ptx.WARP  # threads of the producer, where groups have scales
+SCALE_BYTES = (
+    16  # of a row of w a stage: four groups' scales, the least that a copy brings; a stage has two groups at most
+)
+PREFETCHERS = ptx.WARP  # threads of the producer, where scales come without it
 # registers a thread: 128 · 40 + 256 · 232 are 63 of the 64 K
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # rows of x whose tiles are taken side by side: with as many columns of w they fill the multiprocessors and share L2
 BAND_ROWS = 2048
 # rows of the second factor of wgmma in a tile: the more, the fewer bytes pass L2 and shared memory for a product
 WIDTHS = (256, 192, 128, 64)
-# what a tile costs beyond its products, in rows of the second factor
-TILE_OVERHEAD = 24
+FEW_WIDTHS = (32, 64, 128)  # where the weight comes first and there are no more rows
+# What ``cycles`` counts with, clocks of a multiprocessor: to widen STEP columns of a row of w, and to bring bytes from memory
+WIDENING = {"dense": 0.0, "rows": 2.0, "groups": 2.5}
+BYTES_A_CLOCK = 16
+# a tile: its first stage, and its sums on their way out; where blocks share tiles, what they leave for each other as well
+TILE_CLOCKS, SUM_CLOCKS, SHARE_CLOCKS, SHARED_SUM_CLOCKS = 1500, 0.1, 3500, 0.2
 # fewer rows, and fewer small tiles than a share of the multiprocessors, are better served by matmul's other kernels
 LEAST_ROWS, LEAST_SHARE = 128, 4
+# from here on rows times a weight of so many bytes or more, too
+FEW_ROWS, FEW_ROWS_BYTES = 17, 2 * 2**20
 SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 
 
-def stage_bytes(weight, tile_m, tile_n):
-    """x's and w's tile of a stage."""
-    return tile_m * X_ROW_BYTES + tile_n * STEP * (2 if weight == "dense" else 1)
+def stage_bytes(weight, tile_m, tile_n, scale_boxes=False):
+    """x's and w's tile of a stage, and its scales."""
+    return tile_m * X_ROW_BYTES + tile_n * (
+        STEP * (2 if weight == "dense" else 1) + (SCALE_BYTES if scale_boxes else 0)
+    )
 
 
-def shared_bytes(weight, tile_m, tile_n, stages):
+def shared_bytes(weight, tile_m, tile_n, stages, scale_boxes=False):
     """The ring, two boxes of y a consumer, two mbarriers a stage; up to 1023 bytes in front, since stages begin at multiples.
 
     Then 16 bytes: the constants that widen an int8 weight, and a word a consumer.
     """
-    return 1024 + stages * stage_bytes(weight, tile_m, tile_n) + 2 * CONSUMERS * BOX_BYTES + 16 * stages + 16
+    ring_bytes = stages * stage_bytes(weight, tile_m, tile_n, scale_boxes)
+    return 1024 + ring_bytes + 2 * CONSUMERS * BOX_BYTES + 16 * stages + 16
 
 
 def box_rows_of(tile_m):
@@ -405,22 +417,25 @@ def _fill_transposed_gated(dtype, epilogue, box_rows):
     return fill
 
 
-def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_pong, weight_first, shared, epilogue):
+def matmul_wgmma_kernel(
+    dtype, weight, group_size, tile_m, tile_n, stages, ping_pong, weight_first, shared, scale_boxes, epilogue
+):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale group_size, a multiple of 32).
 
     tile_m × tile_n: a tile of y, of a block; with ping_pong of a warpgroup: then one multiplies while the other stores. grid: any
     number of blocks. Columns are even in number, and pairs of them 4-byte aligned in bias and residual.
     weight_first: the weight is wgmma's first factor, as int8 always is, and x the second. shared: blocks have equally many steps,
-    and may share a tile.
+    and may share a tile. scale_boxes: groups' scales come by copies too, which a tensor map must be able to describe.
     """
     dense, groups = weight == "dense", weight == "groups"
     assert dense or str(dtype) == "bfloat16" or not groups
-    assert (weight_first or dense) and not (ping_pong and shared)
+    assert (weight_first or dense) and not (ping_pong and shared) and (groups or not scale_boxes)
+    fetched = groups and not scale_boxes
     # the two factors of wgmma: an int8 one is turned into 16-bit floats in registers
     a_rows, b_rows = (tile_n, tile_m) if weight_first else (tile_m, tile_n)
     a_row_bytes = X_ROW_BYTES if dense else STEP
     a_bytes, b_bytes = a_rows * a_row_bytes, b_rows * X_ROW_BYTES
-    both = a_bytes + b_bytes
+    both = stage_bytes(weight, tile_m, tile_n, scale_boxes)
     own_rows = a_rows if ping_pong else a_rows // CONSUMERS  # of a, a consumer's
     blocks = own_rows // 64
     count = b_rows // 2
@@ -441,6 +456,19 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     constants_at, flag_at = 16 * stages, 16 * stages + 8  # behind ``full``
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
     slot_values = CONSUMERS * WARPGROUP * values
+
+    @cuda.jit(device=True, inline="always")
+    def read_scales(stage_scales, row, k, into):
+        """The scales of the lane's rows, of which ``row`` is the first, for both halves of the stage at k, from the stage."""
+        half = uint32(STEP // 2)
+        second = uint32(uint32(k + half) // uint32(group_size)) != uint32(k // uint32(group_size))
+        for i in range(scale_rows):
+            inside = SCALE_BYTES * (64 * (i // 2) + 8 * (i % 2))
+            found = ptx.ld_shared_v2(uint32(stage_scales + uint32(row * uint32(SCALE_BYTES)) + uint32(inside)))
+            first = ptx.float_from_bits(found[0])
+            other = ptx.float_from_bits(found[1]) if second else first
+            into[i] = ptx.bf16x2_from_floats(first, first)
+            into[scale_rows + i] = ptx.bf16x2_from_floats(other, other)
 
     @cuda.jit(device=True, inline="always")
     def load_scales(own, k, depth, into):
@@ -513,7 +541,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
             )  # the others' residual is not read: it may be out, and being written
             if inside:
                 fill(box, sums, block * count + 32 * part, row, column, warp, lane, call)
-                fence_proxy_async()
+                fence_proxy_async_shared()
             if leader:
                 bulk_wait_read(0)  # the other box is free again, for those behind the barrier
             barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
@@ -531,6 +559,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     def matmul_wgmma(
         x_map: tensor_map_type,
         weight_map: tensor_map_type,
+        scale_map: tensor_map_type,
         out_map: tensor_map_type,
         scales: ptx.pointer("float32"),
         bias: ptx.pointer(dtype),
@@ -582,7 +611,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
         if group == uint32(CONSUMERS):
             fewer_registers(PRODUCER_REGISTERS)
             first = thread == uint32(CONSUMERS * WARPGROUP)
-            if thread < uint32(CONSUMERS * WARPGROUP + PREFETCHERS) if groups else first:
+            if thread < uint32(CONSUMERS * WARPGROUP + PREFETCHERS) if fetched else first:
                 x_at, weight_at = tensor_map_address(x_map), tensor_map_address(weight_map)
                 prefetch_tensor_map(x_at)
                 prefetch_tensor_map(weight_at)
@@ -607,7 +636,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                             weight_to = to if weight_first else uint32(to + uint32(a_bytes))
                             tensor_load_2d(x_to, x_at, k, row, barrier)
                             tensor_load_2d(weight_to, weight_at, k, column, barrier)
-                        if groups:
+                            if scale_boxes:
+                                scales_to = uint32(to + uint32(a_bytes + b_bytes))
+                                group_of_k = uint32(k // uint32(group_size))
+                                tensor_load_2d(scales_to, tensor_map_address(scale_map), group_of_k, column, barrier)
+                        if fetched:
                             prefetch_scales(scales, scale_stride, column, k, columns, ptx.lane_id())
                             ptx.warp_sync()
                         k = uint32(k + uint32(STEP))
@@ -668,7 +701,7 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     first_step = uint32(0)
                 if ping_pong:
                     barrier_sync(uint32(uint32(turn_barrier) + group), uint32(CONSUMERS * WARPGROUP))
-                if groups:
+                if fetched:
                     n = uint32(column + own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
                     for i in range(scale_rows):
                         own = uint32(n + uint32(64 * (i // 2) + 8 * (i % 2)))
@@ -682,7 +715,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                     barrier = uint32(full + uint32(stage << uint32(3)))
                     mbarrier_wait(barrier, parity)
                     at = uint32(ring + uint32(stage * uint32(both)))
-                    if groups:
+                    if scale_boxes:
+                        own_row = uint32(own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
+                        k = uint32(first_k + uint32(step * uint32(STEP)))
+                        read_scales(uint32(at + uint32(a_bytes + b_bytes)), own_row, k, step_scales)
+                    if fetched:
                         for i in range(scales_held):
                             step_scales[i] = ptx.bf16x2_from_floats(next_scales[i], next_scales[i])
                         following = uint32(first_k + uint32(uint32(step + uint32(1)) * uint32(STEP)))
@@ -758,75 +795,87 @@ def tiles(rows, columns, tile_m, tile_n):
 def serves(x, weight, kind, group_size, pairs, out, device):
     """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
     rows, columns = x.shape[0], weight.shape[0]
+    many = rows >= LEAST_ROWS and LEAST_SHARE * tiles(rows, columns, 64 * CONSUMERS, WIDTHS[-1]) >= device.sm_count
+    large = rows >= FEW_ROWS and columns * x.shape[1] * weight.itemsize >= FEW_ROWS_BYTES
     return (
         device.arch == "sm_90a"
         and pairs
-        and rows >= LEAST_ROWS
+        and (many or large)
         and x.itemsize == 2
         and (kind != "groups" or (str(x.dtype) == "bfloat16" and group_size % (STEP // 2) == 0))
-        and LEAST_SHARE * tiles(rows, columns, *_tile_shape(kind, WIDTHS[-1])) >= device.sm_count
         and max(rows, columns, x.shape[1]) < 1 << 31
         and all(map(describes, (x, weight, out)))
     )
 
 
-def _tile_shape(weight, width):
-    """(tile_m, tile_n): 128 rows of the first factor, ``width`` of the second."""
-    return (64 * CONSUMERS, width) if weight == "dense" else (width, 64 * CONSUMERS)
+def shapes(rows, weight):
+    """(tile_m, tile_n, weight_first, shared) among which ``plan`` chooses."""
+    pair = 64 * CONSUMERS
+    if weight == "dense":
+        widths = FEW_WIDTHS if rows <= pair else WIDTHS
+        first = rows <= pair
+    else:
+        widths, first = [w for w in (*FEW_WIDTHS, 192, 256) if w == FEW_WIDTHS[0] or w < 2 * rows], True
+    for width in widths:
+        for shared in (False, True):
+            yield (width, pair, True, shared) if first else (pair, width, False, shared)
+
+
+def cycles(rows, columns, depth, weight, shape, sm_count):
+    """What a product takes, about: clocks of the multiprocessor that has most to do."""
+    tile_m, tile_n, _, shared = shape
+    number, steps = tiles(rows, columns, tile_m, tile_n), -(-depth // STEP)
+    weight_bytes = tile_n * STEP * (2 if weight == "dense" else 1)
+    # products, widening and copies run beside each other
+    brought = (weight_bytes / -(-rows // tile_m)) / BYTES_A_CLOCK
+    step = max(tile_m * tile_n / 32, tile_n * WIDENING[weight], brought)
+    if shared:
+        blocks = blocks_for(number, steps, sm_count)
+        own = -(-number * steps // blocks)
+        turns = -(-own // steps)
+        return own * step + turns * TILE_CLOCKS + SHARE_CLOCKS + tile_m * tile_n * SHARED_SUM_CLOCKS
+    turns = -(-number // sm_count)
+    return turns * (steps * step + TILE_CLOCKS + tile_m * tile_n * SUM_CLOCKS)
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, depth, dtype, weight, group_size, epilogue, sm_count):
-    """rows, columns, depth > 0; weight and group_size as ``matmul_wgmma_kernel``."""
-
-    def time(width):
-        """Of all turns of a multiprocessor, in products; a tile costs its own and some more: it begins and it ends."""
-        turns = -(-tiles(rows, columns, *_tile_shape(weight, width)) // sm_count)
-        return turns * (width + TILE_OVERHEAD)
-
-    tile = _tile_shape(weight, min(WIDTHS, key=time))
-    constants = (
-        dtype,
-        weight,
-        group_size,
-        *tile,
-        most_stages(weight, *tile),
-        False,
-        weight != "dense",
-        False,
-        epilogue,
-    )
+def plan(rows, columns, depth, dtype, weight, group_size, scale_boxes, epilogue, sm_count):
+    """rows, columns, depth > 0; weight, group_size and scale_boxes as ``matmul_wgmma_kernel``."""
+    shape = min(shapes(rows, weight), key=lambda shape: cycles(rows, columns, depth, weight, shape, sm_count))
+    tile_m, tile_n, weight_first, shared = shape
+    stages = most_stages(weight, tile_m, tile_n, scale_boxes)
+    constants = (dtype, weight, group_size, tile_m, tile_n, stages, False, weight_first, shared, scale_boxes, epilogue)
     return plan_of(rows, columns, depth, constants, sm_count)
 
 
-def most_stages(weight, tile_m, tile_n, most=8):
+def most_stages(weight, tile_m, tile_n, scale_boxes, most=12):
     """Of the ring, as far as there is room."""
     stages = most
-    while shared_bytes(weight, tile_m, tile_n, stages) > SHARED_BYTES:
+    while shared_bytes(weight, tile_m, tile_n, stages, scale_boxes) > SHARED_BYTES:
         stages -= 1
     return stages
 
 
 def plan_of(rows, columns, depth, constants, sm_count):
     """The Plan of given constants."""
-    _, weight, _, tile_m, tile_n, stages, _, _, shared, _ = constants
+    _, weight, _, tile_m, tile_n, stages, _, _, shared, scale_boxes, _ = constants
     number = tiles(rows, columns, tile_m, tile_n)
     blocks = blocks_for(number, -(-depth // STEP), sm_count) if shared else min(number, sm_count)
-    return Plan(
-        matmul_wgmma_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages)
-    )
+    shared_size = shared_bytes(weight, tile_m, tile_n, stages, scale_boxes)
+    return Plan(matmul_wgmma_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1), shared_size)
 
 
 def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
     columns, depth = weight.shape
-    chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, epilogue, device.sm_count)
+    scale_boxes = kind == "groups" and describes(scales)
+    chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, scale_boxes, epilogue, device.sm_count)
     launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
 
 
 def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream=None, band_rows=BAND_ROWS):
     """Launch what ``plan`` chose; arrays as ``matmul.multiply``."""
-    _, kind, _, tile_m, tile_n, _, _, _, shared, epilogue = chosen.constants
+    _, kind, _, tile_m, tile_n, _, _, _, shared, scale_boxes, epilogue = chosen.constants
     rows, (columns, depth) = x.shape[0], weight.shape
     box_rows = box_rows_of(tile_m)
     out_box = ((box_rows, BOX // 2), GATED_ROW_BYTES) if epilogue.gated else ((box_rows, BOX), 128)
@@ -836,9 +885,11 @@ def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream=N
     if shared and (extra or share % steps):
         partial = memory.empty((2 * blocks * tile_m * tile_n,), np.dtype(np.float32), stream)
         counters = memory.counters(CONSUMERS * number, stream)
+    weight_map = tensor_map(weight, (tile_n, STEP), 128 if kind == "dense" else 64, device=device)
     arguments = (
         tensor_map(x, (tile_m, STEP), device=device),
-        tensor_map(weight, (tile_n, STEP), 128 if kind == "dense" else 64, device=device),
+        weight_map,
+        tensor_map(scales, (tile_n, SCALE_BYTES // 4), 0, device=device) if scale_boxes else weight_map,
         tensor_map(out, *out_box, device=device),
         0 if scales is None else scales.pointer,
         0 if bias is None else bias.pointer,
