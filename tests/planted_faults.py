@@ -172,7 +172,7 @@ FAULTS = [
          "a counter that is not set back harms the next launch, and the emulator gives each its own; test_counters_are_zero_again sees it"),
         ("slot of the first block", "from_slot = uint32(from_slot + uint32(1))", "from_slot = uint32(from_slot + uint32(0))"),
         ("row of x", "+ uint32(quad_row >> uint32(2)))", "+ uint32(quad_row >> uint32(1)))"),
-        ("scales of the step before", "scale[i] = ahead[i]", "scale[i] = scale[i] + ahead[i]"),
+        ("scales of another step", "first = uint32(step * uint32(scale_groups))", "first = uint32(step * uint32(scale_groups + 1))"),
         ("last columns", "if row < rows and y_column < columns:", "if row < rows:"),
     ),
     *_of(

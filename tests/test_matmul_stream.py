@@ -77,6 +77,8 @@ def product(x, weight, **options):
         pytest.param(64, 130, 400, BF16, 32, id="all rows there are"),
         pytest.param(3, 257, 592, F16, 64, id="groups of 64, the last one short"),
         pytest.param(1, 20, 400, BF16, 128, id="groups of a step"),
+        pytest.param(5, 130, 504, BF16, 32, id="boxes of scales, four a step"),
+        pytest.param(17, 257, 504, F16, 64, id="boxes of scales, two a step"),
         pytest.param(4, 140, 672, BF16, 96, id="groups of 96, no part of a step"),
         pytest.param(4, 140, 672, BF16, 256, id="groups of two steps"),
     ],
