@@ -18,8 +18,15 @@ wgmma takes b, and a where it need not be changed, from shared memory. Both lie 
              The sums are y's tile transposed, and turned back on the way out (movmatrix).
 
 An int8 weight with a scale a row is exact until the epilogue, which multiplies the sums. With scales a group the weight is
-multiplied by its scale in float32 and then rounded to bfloat16: at most 2^-9 of each weight, errors of either sign that average
-out over a sum. float16, whose range such products may leave, has no kernel for groups here.
+multiplied by its scale, taken as the sum of two bfloat16, and rounded to bfloat16: at most 2^-8 of each weight, errors of either
+sign that average out over a sum. float16, whose range such products may leave, has no kernel for groups here.
+
+Where tiles are few, or don't go round, blocks get equally many steps in place of whole tiles ("Stream-K", Osama et al. 2023, as
+in ``matmul_stream``):
+
+    tile 0   |   block 0    | block 1 |
+    tile 1   | block 1 |   block 2    |       those that share a tile leave float32 sums in memory; the last one to come
+    tile 2   |   block 3    | block 4 …       (it counts them) adds these in the order of k, and finishes the tile
 
 The scheme is CUTLASS' warp-specialised persistent one (Thakkar et al. 2023); turning int8 weights in registers into the first
 factor is from its mixed-input product.
@@ -175,7 +182,8 @@ def _multiply_int8(dtype, blocks, b_rows, groups):
 
     A stage is widened while the products of the one before run, and takes its place in ``words``, 4 · K_STEPS registers a block,
     when these have ended; the other consumer's products fill the gap. extra: (widening_constants, scales); scales, of ``groups``:
-    of the lane's rows g and g + 8 of each block, for k 0 to 31 and then for k 32 to 63, each twice in a word.
+    of the lane's rows g and g + 8 of each block, for k 0 to 31 and then for k 32 to 63, each twice in a word, as bfloat16; then
+    what these lack.
     """
     update = wgmma_update(str(dtype), b_rows, a="registers")
     bits = descriptor_bits(16, 8 * X_ROW_BYTES, X_ROW_BYTES)
@@ -205,9 +213,9 @@ def _multiply_int8(dtype, blocks, b_rows, groups):
                 at = 4 * blocks * k + i
                 wide[at] = widen(wide[at], constants[0], constants[1])
                 if groups:
-                    wide[at] = ptx.fma_bf16x2(
-                        wide[at], scales[k // 2 * 2 * blocks + i // 4 * 2 + i % 2], uint32(0x80008000)
-                    )
+                    scale = k // 2 * 2 * blocks + i // 4 * 2 + i % 2
+                    rest = ptx.fma_bf16x2(wide[at], scales[4 * blocks + scale], uint32(0x80008000))
+                    wide[at] = ptx.fma_bf16x2(wide[at], scales[scale], rest)
         keep(wide, 0)
         wgmma_wait(0)
         keep(words, 0)  # the products before have read them
@@ -446,6 +454,7 @@ def matmul_wgmma_kernel(
     words_held = 4 * K_STEPS * blocks if not dense else 1
     scale_rows = 2 * blocks
     scales_held = 2 * scale_rows
+    scale_words = 2 * scales_held
     gated = epilogue.gated
     if weight_first:
         fill = (_fill_transposed_gated if gated else _fill_transposed)(dtype, epilogue, box_rows)
@@ -458,6 +467,14 @@ def matmul_wgmma_kernel(
     slot_values = CONSUMERS * WARPGROUP * values
 
     @cuda.jit(device=True, inline="always")
+    def put_scale(scale, into, i):
+        """A scale as ``_multiply_int8`` takes it."""
+        rounded = ptx.bf16x2_from_floats(scale, scale)
+        rest = scale - ptx.float_from_bits(uint32(rounded << uint32(16)))
+        into[i] = rounded
+        into[scales_held + i] = ptx.bf16x2_from_floats(rest, rest)
+
+    @cuda.jit(device=True, inline="always")
     def read_scales(stage_scales, row, k, into):
         """The scales of the lane's rows, of which ``row`` is the first, for both halves of the stage at k, from the stage."""
         half = uint32(STEP // 2)
@@ -466,9 +483,8 @@ def matmul_wgmma_kernel(
             inside = SCALE_BYTES * (64 * (i // 2) + 8 * (i % 2))
             found = ptx.ld_shared_v2(uint32(stage_scales + uint32(row * uint32(SCALE_BYTES)) + uint32(inside)))
             first = ptx.float_from_bits(found[0])
-            other = ptx.float_from_bits(found[1]) if second else first
-            into[i] = ptx.bf16x2_from_floats(first, first)
-            into[scale_rows + i] = ptx.bf16x2_from_floats(other, other)
+            put_scale(first, into, i)
+            put_scale(ptx.float_from_bits(found[1]) if second else first, into, scale_rows + i)
 
     @cuda.jit(device=True, inline="always")
     def load_scales(own, k, depth, into):
@@ -657,7 +673,7 @@ def matmul_wgmma_kernel(
             words = cuda.local.array(words_held, uint32)
             for i in range(words_held):
                 words[i] = uint32(0)
-            step_scales = cuda.local.array(scales_held, uint32)
+            step_scales = cuda.local.array(scale_words, uint32)
             next_scales = cuda.local.array(scales_held, float32)
             own_scales = cuda.local.array(scale_rows, uint64)
             warp = uint32(uint32(thread >> uint32(5)) & uint32(3))
@@ -721,7 +737,7 @@ def matmul_wgmma_kernel(
                         read_scales(uint32(at + uint32(a_bytes + b_bytes)), own_row, k, step_scales)
                     if fetched:
                         for i in range(scales_held):
-                            step_scales[i] = ptx.bf16x2_from_floats(next_scales[i], next_scales[i])
+                            put_scale(next_scales[i], step_scales, i)
                         following = uint32(first_k + uint32(uint32(step + uint32(1)) * uint32(STEP)))
                         load_scales(own_scales, following, depth, next_scales)
                     multiply(
