@@ -98,6 +98,11 @@ def _stage_bytes(weight, row_tiles, tile_n, scale_boxes=False):
     )
 
 
+def _stage_stride(stage_bytes):
+    """From one stage to the next."""
+    return -(-stage_bytes // SWIZZLE_BYTES) * SWIZZLE_BYTES
+
+
 @cache
 def multiply_dense(dtype, row_tiles, column_tiles):
     """multiply(w, x, w_lane, x_lane, constants, scale, sums): sums += the products of a stage, for one warp.
@@ -263,12 +268,13 @@ def block_of(unit, share, extra):
 
 
 def matmul_stream_kernel(
-    dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, scale_boxes, epilogue, overlap=False
+    dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, teams, scale_boxes, epilogue, overlap=False
 ):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, scale a group_size, a multiple of 32).
 
-    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. One warp
-    more brings everything in. scale_boxes: the scales too, of groups of 32, 64 or 128, where a tensor map can describe them.
+    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. There are
+    ``teams`` of these, which take stages (a multiple) by turns and add up their sums at a tile's end; one more brings all in.
+    scale_boxes: the scales too, of groups of 32, 64 or 128, where a tensor map can describe them.
     overlap: it may start before the kernel in front of it has ended.
     """
     dense, groups = weight == "dense", weight == "groups"
@@ -278,7 +284,8 @@ def matmul_stream_kernel(
     tile_bytes = tile_n * ROW_BYTES
     x_box_bytes = row_tiles * SWIZZLE_BYTES
     stage_bytes = _stage_bytes(weight, row_tiles, tile_n, scale_boxes)
-    consumer_threads = consumers * ptx.WARP
+    stage_stride = _stage_stride(stage_bytes)
+    consumer_threads = teams * consumers * ptx.WARP
     values = 4 * row_tiles * column_tiles
     pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
     scale_groups = 4 // pieces_a_scale if groups else 1
@@ -287,7 +294,7 @@ def matmul_stream_kernel(
     fetched = groups and not scale_boxes
     scales_at = tile_bytes + x_boxes * x_box_bytes  # in a stage
     scales_in_order = scale_groups * group_size == step_k
-    assert scales_in_order or not scale_boxes
+    assert (scales_in_order or not scale_boxes) and stages % teams == 0 and (teams == 1 or not fetched)
     load_scales = _load_scales(group_size, pieces_a_scale, scale_rows) if fetched else None
     read_scales = _read_scales(scale_groups, scale_rows)
     multiply = (
@@ -305,6 +312,8 @@ def matmul_stream_kernel(
     out_n = tile_n // element_columns
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
+    sums_at = ring_at + stages * stage_stride  # of the teams: [team, consumer, value, lane]
+    team_bytes = consumers * values * ptx.WARP * 4
 
     @cuda.jit(device=True, inline="always")
     def bring_scales(scale_map, to, tile, step, full):
@@ -425,7 +434,7 @@ def matmul_stream_kernel(
         step = uint32(unit - uint32(tile * steps))
         stage = uint32(0)
         parity = uint32(0)
-        if warp == uint32(consumers):
+        if warp == uint32(teams * consumers):
             weight_at, x_at = tensor_map_address(weight_map), tensor_map_address(x_map)
             prefetch_tensor_map(weight_at)
             prefetch_tensor_map(x_at)
@@ -438,7 +447,7 @@ def matmul_stream_kernel(
                     k = uint32(at_step * uint32(step_k))
                     if lane == uint32(0):
                         full = uint32(base + uint32(at_stage << uint32(3)))
-                        to = uint32(ring + uint32(at_stage * uint32(stage_bytes)))
+                        to = uint32(ring + uint32(at_stage * uint32(stage_stride)))
                         mbarrier_expect(full, uint32(stage_bytes))
                         tensor_load_2d_hint(
                             to, weight_at, k, uint32(at_tile * uint32(tile_n)), full, uint64(EVICT_FIRST)
@@ -461,7 +470,7 @@ def matmul_stream_kernel(
                 mbarrier_wait(uint32(full + uint32(free_at - full_at)), uint32(parity ^ uint32(1)))
                 k = uint32(step * uint32(step_k))
                 if lane == uint32(0):
-                    to = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                    to = uint32(ring + uint32(stage * uint32(stage_stride)))
                     if not overlap or unit >= brought_end:
                         mbarrier_expect(full, uint32(stage_bytes))
                         tensor_load_2d_hint(to, weight_at, k, uint32(tile * uint32(tile_n)), full, uint64(EVICT_FIRST))
@@ -512,6 +521,14 @@ def matmul_stream_kernel(
                 + uint32(uint32(quad & uint32(1)) << uint32(3))
             )
         constants = widening_constants(uint32(base + uint32(constants_at)))
+        team = uint32(0)
+        turn = uint32(0)  # of the team that has the block's next stage
+        first_team = True
+        if teams > 1:
+            team = uint32(warp // uint32(consumers))
+            first_team = team == uint32(0)
+            warp = uint32(warp - uint32(team * uint32(consumers)))
+            stage = team
         warp_bytes = uint32(warp * uint32(column_tiles * FRAGMENT_BYTES))
         warp_scales = uint32(
             uint32(uint32(warp * uint32(column_tiles * FRAGMENT_COLUMNS)) + quad_row) * uint32(SCALE_BYTES)
@@ -539,6 +556,10 @@ def matmul_stream_kernel(
                 # before anything is written; where x has come it is over
                 ptx.griddep_wait()
             unit = uint32(first_unit + last)
+            if teams > 1:
+                next_turn = uint32(uint32(turn + uint32(last - step)) % uint32(teams))
+                step = uint32(step + uint32(uint32(uint32(team + uint32(teams)) - turn) % uint32(teams)))
+                turn = next_turn
             while step < last:
                 if fetched:
                     for i in range(scale_rows):
@@ -546,25 +567,39 @@ def matmul_stream_kernel(
                     load_scales(scale_places, uint32(step + uint32(1)), depth, ahead)
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(full, parity)
-                w = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                w = uint32(ring + uint32(stage * uint32(stage_stride)))
                 if scale_boxes:
                     read_scales(uint32(w + uint32(scales_at) + warp_scales), scale)
                 multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
                 ptx.warp_sync()
                 if lane == uint32(0):
                     mbarrier_arrive(uint32(full + uint32(free_at - full_at)))
-                step = uint32(step + uint32(1))
-                stage = uint32(stage + uint32(1))
-                if stage == uint32(stages):
-                    stage = uint32(0)
+                step = uint32(step + uint32(teams))
+                stage = uint32(stage + uint32(teams))
+                if stage >= uint32(stages) if teams > 1 else stage == uint32(stages):
+                    stage = team
                     parity = uint32(parity ^ uint32(1))
 
+            if teams > 1:
+                own = uint32(
+                    base + uint32(sums_at) + uint32(uint32(warp * uint32(values * ptx.WARP)) + lane << uint32(2))
+                )
+                for i in range(values):
+                    place = uint32(own + uint32(team * uint32(team_bytes)) + uint32(4 * ptx.WARP * i))
+                    ptx.st_shared(place, ptx.bits_from_float(sums[i]))
+                barrier_sync(uint32(1), uint32(consumer_threads))
+                if first_team:
+                    for other in range(1, teams):
+                        for i in range(values):
+                            sums[i] += ptx.ld_shared_f32(uint32(own + uint32(other * team_bytes + 4 * ptx.WARP * i)))
+                barrier_sync(uint32(1), uint32(consumer_threads))
             step = uint32(0)
             if direct_gated and whole:
                 warp_first = uint32(first_column + warp_column)
-                store_gated(
-                    sums, lane, warp_first, rows, columns, scales, scale_stride, bias, residual, out, out_stride
-                )
+                if first_team:
+                    store_gated(
+                        sums, lane, warp_first, rows, columns, scales, scale_stride, bias, residual, out, out_stride
+                    )
                 tile = uint32(tile + uint32(1))
                 continue
             for c in range(column_tiles):
@@ -573,7 +608,7 @@ def matmul_stream_kernel(
                         row = row_of(quad, t, j % 2)
                         column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
                         y_column = uint32(first_column + column)
-                        if row < rows and y_column < columns:
+                        if row < rows and y_column < columns and first_team:
                             if direct_one and whole:
                                 store(
                                     (sums[4 * (c * row_tiles + t) + j],),
@@ -649,7 +684,7 @@ def plan(
     group_size,
     epilogue,
     sm_count,
-    shape=(1, 8),
+    shape=(1, 8, 1),
     ring_bytes=None,
     on_one=1,
     overlap=False,
@@ -657,10 +692,10 @@ def plan(
 ):
     """rows up to MOST_ROWS; weight, group_size (0 where there is none) and overlap as ``matmul_stream_kernel``.
 
-    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
+    shape: its column_tiles, consumers and teams; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
     scale_maps: a tensor map can describe the scales.
     """
-    column_tiles, consumers = shape
+    column_tiles, consumers, teams = shape
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     row_tiles = 1
     while FRAGMENT_ROWS * row_tiles < rows:
@@ -668,13 +703,28 @@ def plan(
     if ring_bytes is None:
         ring_bytes = OVERLAP_RING_BYTES if overlap and _two_fit(weight, row_tiles) else RING_BYTES
     scale_boxes = scale_maps and group_size in BOXED_GROUPS
-    stage_bytes = _stage_bytes(weight, row_tiles, tile_n, scale_boxes)
-    stages = ring_bytes // stage_bytes
+    stage_stride = _stage_stride(_stage_bytes(weight, row_tiles, tile_n, scale_boxes))
+    stages = ring_bytes // stage_stride // teams * teams
     blocks = blocks_for(*cut(columns, depth, weight, tile_n), sm_count * on_one)
     # in front of the ring its mbarriers, and what is lost to alignment
-    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
-    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, scale_boxes, epilogue, overlap)
-    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
+    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_stride
+    if teams > 1:
+        shared_bytes += teams * consumers * 4 * row_tiles * column_tiles * ptx.WARP * 4
+    constants = (
+        dtype,
+        weight,
+        group_size,
+        row_tiles,
+        column_tiles,
+        consumers,
+        stages,
+        teams,
+        scale_boxes,
+        epilogue,
+        overlap,
+    )
+    threads = (teams * consumers + 1) * ptx.WARP
+    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), (threads, 1, 1), shared_bytes)
 
 
 def blocks_for(tiles, steps, most_blocks):
@@ -692,7 +742,7 @@ def cut(columns, depth, weight, tile_n):
 
 def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     """Launch what ``plan`` chose; arrays as ``matmul.multiply``, scales float32 [columns, groups] or None."""
-    _, kind, _, row_tiles, column_tiles, consumers, _, scale_boxes, *_ = chosen.constants
+    _, kind, _, row_tiles, column_tiles, consumers, _, _, scale_boxes, *_ = chosen.constants
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     rows, depth = x.shape
     columns = weight.shape[0]
