@@ -163,6 +163,15 @@ FAULTS = [
         ("barrier before the result leaves removed", "            barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))\n", ""),
     ),
     *_of(
+        "matmul_wgmma",
+        "int8_matmul bfloat16, a deep prompt, groups",
+        ("slot of a tile's first block", "slot = uint32(slot + uint32(1))", "slot = uint32(slot + uint32(0))"),
+        ("groups of a stage's scales", "group_of_k = uint32(k // uint32(group_size))", "group_of_k = uint32(uint32(k + uint32(STEP)) // uint32(group_size))"),
+        ("scale of a stage's second half", "put_scale(ptx.float_from_bits(found[1]) if second else first, into, scale_rows + i)", "put_scale(first, into, scale_rows + i)"),
+        ("last step of a block's tile", "k_end = min(depth, uint32(min(steps, uint32(end - uint32(tile * steps))) * uint32(STEP)))", "k_end = depth"),
+        ("stage freed under its products", "        wgmma_wait(0)\n        keep(words, 0)  # the products before have read them\n", ""),
+    ),
+    *_of(
         "matmul_stream",
         "int8_matmul bfloat16, a large weight",
         ("wait for a full stage removed", "                mbarrier_wait(full, parity)\n", ""),
