@@ -9,7 +9,8 @@ Six kernels share the work, each a file of its own, for dense and int8 weights a
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
                      matmul_wgmma: the same on sm_90a
 
-and on sm_90, from 17 to 64 rows (int8: up to 64) of 16 bits times a large weight, matmul_stream: at the speed of memory.
+and on sm_90a, for few rows of 16 bits times a large int8 weight, matmul_stream: at the speed of memory. From 17 rows on a large
+weight is matmul_wgmma's too; where it cannot take a call, matmul_stream can up to 64 rows.
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for many rows on sm_90a. A
 product over no columns is 0, by matmul_lanes.
