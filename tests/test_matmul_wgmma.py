@@ -140,16 +140,14 @@ SHARED = [
     pytest.param((40, 136, 712), "rows", 0, (64, 128), 2, F16, 7, {}, id="seven blocks for two tiles"),
     pytest.param((9, 264, 328), "rows", 0, (16, 128), 4, BF16, 5, FULL, id="boxes of 16 rows"),
     pytest.param((30, 144, 328), "rows", 0, (32, 128), 4, BF16, 3, GATED, id="gated, boxes of 32 rows"),
-    pytest.param((70, 520, 136), "rows", 0, (64, 256), 3, BF16, 4, FULL, id="two products of 64 rows a consumer"),
     pytest.param((130, 136, 328), "groups", 32, (128, 128), 3, BF16, 3, FULL, id="groups of half a step"),
     pytest.param((70, 136, 328), "groups", 96, (64, 128), 2, BF16, 5, {}, id="groups of one step and a half"),
-    pytest.param((70, 400, 328), "groups", 64, (64, 256), 2, BF16, 3, GATED, id="gated, groups, two products"),
     pytest.param((70, 264, 328), "dense", 0, (64, 128), 3, F16, 5, FULL, id="dense"),
     pytest.param((20, 528, 136), "dense", 0, (32, 256), 3, BF16, 4, GATED, id="dense, gated, two products"),
     pytest.param(
         (130, 136, 376), "groups", 32, (128, 128), 3, BF16, 3, BOXES | FULL, id="boxes of scales, half a step"
     ),
-    pytest.param((20, 264, 328), "groups", 96, (32, 256), 3, BF16, 5, BOXES, id="boxes of scales, a step and a half"),
+    pytest.param((20, 264, 456), "groups", 64, (32, 128), 3, BF16, 5, BOXES, id="boxes of scales, a step"),
     pytest.param(
         (20, 144, 456), "groups", 128, (32, 128), 3, BF16, 2, BOXES | GATED, id="boxes of scales of two steps"
     ),

@@ -75,9 +75,9 @@ def test_rows_spill_nothing(operation, dtype, capsys):
 
 PRODUCTS = [
     # weight, group_size, tile_m, tile_n, weight_first, shared, scale_boxes
-    ("rows", 0, 64, 256, True, True, False),
+    ("rows", 0, 64, 128, True, True, False),
     ("rows", 0, 256, 128, True, False, False),
-    ("groups", 32, 128, 256, True, True, True),
+    ("groups", 32, 256, 128, True, True, True),
     ("groups", 32, 256, 128, True, True, False),
     ("dense", 0, 128, 256, False, True, False),
     ("dense", 0, 128, 128, True, True, False),

@@ -65,25 +65,31 @@ def pairs_from_int8x4(dtype):
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_from_int8x2(word, exponents, signs):
+def _bf16x2_parts(word, exponents, signs):
     spread = ptx.prmt(word, exponents, uint32(0x4140))
-    offset = uint32(uint32(spread & signs) | uint32(0xC300C300))
-    return ptx.fma_bf16x2(uint32(spread & uint32(0xFF7FFF7F)), uint32(0x3F803F80), offset)
+    return uint32(spread & uint32(0xFF7FFF7F)), uint32(uint32(spread & signs) | uint32(0xC300C300))
 
 
 @cuda.jit(device=True, inline="always")
-def _f16x2_from_int8x2(word, exponents, signs):
+def _bf16x2_of_parts(magnitude, offset):
+    return ptx.fma_bf16x2(magnitude, uint32(0x3F803F80), offset)
+
+
+@cuda.jit(device=True, inline="always")
+def _f16x2_parts(word, exponents, signs):
     biased = uint32(word ^ uint32(0x8080))
-    return ptx.sub_f16x2(ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480))
+    return ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480)
 
 
 @cache
 def pair_from_int8x2(dtype):
-    """widen(word, exponents, signs): the two lower signed bytes -> a word of two float16 or bfloat16.
+    """(parts, together): the two lower signed bytes of a word -> a word of two float16 or bfloat16, in two steps.
 
-    exponents, signs: ``ptx.widen.widening_constants``.
+    parts(word, exponents, signs) -> a, b, with ``ptx.widen.widening_constants``; together(a, b) is one instruction.
     """
-    return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
+    if str(dtype) == "bfloat16":
+        return _bf16x2_parts, _bf16x2_of_parts
+    return _f16x2_parts, ptx.sub_f16x2
 
 
 @cuda.jit(device=True, inline="always")

@@ -76,6 +76,7 @@ from nbkernels.ptx.wgmma import (
     wgmma_fence,
     wgmma_update,
     wgmma_wait,
+    wgmma_words_until,
 )
 from nbkernels.ptx.widen import leave_widening_constants, widening_constants
 
@@ -83,15 +84,18 @@ from nbkernels.ptx.widen import leave_widening_constants, widening_constants
 STEP = 64
 X_ROW_BYTES = 2 * STEP
 K_STEPS = STEP // 16  # products a stage
+A_WORDS = 4 * K_STEPS  # of 64 rows of an int8 weight in registers, a lane
+TWO_SETS = 2 * A_WORDS
 BOX = 64  # rows and columns of a box of y
 BOX_BYTES = BOX * BOX * 2
 GATED_ROW_BYTES = BOX  # of a box whose columns are halved, two sums an element
 WARPGROUP = 128
+MERGED = 64  # sums a thread brings at once where it merges a tile's parts
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
-SCALE_BYTES = (
-    16  # of a row of w a stage: four groups' scales, the least that a copy brings; a stage has two groups at most
-)
+# Groups whose scales a copy brings: the least, and from multiples of as many on (others end in an error on an H200)
+BOX_GROUPS = 4
+SCALE_BYTES = 4 * BOX_GROUPS  # of a row of w a stage
 PREFETCHERS = ptx.WARP  # threads of the producer, where scales come without it
 # registers a thread: 128 · 40 + 256 · 232 are 63 of the 64 K
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -100,14 +104,19 @@ BAND_ROWS = 2048
 # rows of the second factor of wgmma in a tile: the more, the fewer bytes pass L2 and shared memory for a product
 WIDTHS = (256, 192, 128, 64)
 FEW_WIDTHS = (32, 64, 128)  # where the weight comes first and there are no more rows
-# What ``cycles`` counts with, clocks of a multiprocessor: to widen STEP columns of a row of w, and to bring bytes from memory
-WIDENING = {"dense": 0.0, "rows": 2.0, "groups": 2.5}
+# What ``cycles`` counts with, clocks of a multiprocessor, as an H200 took for 4096×4096: a stage beyond its products; STEP
+# columns of a row of w, widened; bytes from memory
+STEP_CLOCKS = 120
+WIDENING = {"dense": 0.0, "rows": 3.8, "groups": 4.8}
 BYTES_A_CLOCK = 16
 # a tile: its first stage, and its sums on their way out; where blocks share tiles, what they leave for each other as well
-TILE_CLOCKS, SUM_CLOCKS, SHARE_CLOCKS, SHARED_SUM_CLOCKS = 1500, 0.1, 3500, 0.2
+TILE_CLOCKS, SUM_CLOCKS, SHARE_CLOCKS, SHARED_SUM_CLOCKS = 1500, 0.1, 2500, 0.45
+# more tiles a multiprocessor are not shared: neighbouring blocks no longer have neighbouring tiles, whose bytes pass L2 once more
+MOST_SHARED = 2
 # fewer rows, and fewer small tiles than a share of the multiprocessors, are better served by matmul's other kernels
 LEAST_ROWS, LEAST_SHARE = 128, 4
 # from here on rows times a weight of so many bytes or more, too
+SCALE_BOXES = False  # boxes of scales wait for a run on a GPU
 FEW_ROWS, FEW_ROWS_BYTES = 17, 2 * 2**20
 SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 
@@ -126,6 +135,11 @@ def shared_bytes(weight, tile_m, tile_n, stages, scale_boxes=False):
     """
     ring_bytes = stages * stage_bytes(weight, tile_m, tile_n, scale_boxes)
     return 1024 + ring_bytes + 2 * CONSUMERS * BOX_BYTES + 16 * stages + 16
+
+
+def boxed_groups(group_size):
+    """Whether the groups of a stage lie in one box of scales."""
+    return group_size == STEP // 2 or group_size % STEP == 0
 
 
 def box_rows_of(tile_m):
@@ -177,24 +191,22 @@ def multiply_dense(dtype, blocks, b_rows):
 
 
 @cache
-def _multiply_int8(dtype, blocks, b_rows, groups):
-    """As multiply_dense with a = 64 rows of int8 a block, 64 bytes each under a swizzle of 64 bytes, and b from x.
+def _multiply_int8(dtype, b_rows, groups, own, other):
+    """As multiply_dense with a = 64 rows of int8, 64 bytes each under a swizzle of 64 bytes, and b from x.
 
-    A stage is widened while the products of the one before run, and takes its place in ``words``, 4 · K_STEPS registers a block,
-    when these have ended; the other consumer's products fill the gap. extra: (widening_constants, scales); scales, of ``groups``:
-    of the lane's rows g and g + 8 of each block, for k 0 to 31 and then for k 32 to 63, each twice in a word, as bfloat16; then
-    what these lack.
+    Two sets of A_WORDS words take the stages by turns: those from ``own`` on are widened while the products of the stage before
+    read those from ``other`` on. extra: (widening_constants, scales, never). scales, of ``groups``: of the lane's rows g and
+    g + 8, for k 0 to 31 and then for k 32 to 63, each twice in a word, as bfloat16; then what these lack. never: as
+    ``wgmma_words_until``.
     """
     update = wgmma_update(str(dtype), b_rows, a="registers")
     bits = descriptor_bits(16, 8 * X_ROW_BYTES, X_ROW_BYTES)
-    widen = pair_from_int8x2(dtype)
-    loads = 4 * K_STEPS * blocks
-    count = b_rows // 2
-    keep = ptx.hold(loads, "r")
+    parts, together = pair_from_int8x2(dtype)
+    keep = ptx.hold(A_WORDS, "r")
 
     @cuda.jit(device=True, inline="always")
     def multiply(a_tile, b_tile, sums, step, before, warp, lane, words, extra):
-        constants, scales = extra
+        constants, scales, never = extra
         b_bits = uint64(descriptor_address(b_tile) + uint64(bits))
         more = uint32(1) if step > uint32(0) else uint32(0)
         # a fragment's lane has two neighbours in k, and the two that are 8 further, of rows g and g + 8
@@ -202,40 +214,28 @@ def _multiply_int8(dtype, blocks, b_rows, groups):
         row = uint32(uint32(warp << uint32(4)) + g)
         turned = uint32(uint32(uint32(g >> uint32(1)) & uint32(3)) << uint32(4))
         start = uint32(a_tile + uint32(row << uint32(6)) + uint32(uint32(lane & uint32(3)) << uint32(1)))
-        wide = cuda.local.array(loads, uint32)
+        raw = cuda.local.array(A_WORDS, uint32)
         for k in range(K_STEPS):
-            for i in range(4 * blocks):
-                inside = 64 * STEP * (i // 4) + 8 * (i // 2 % 2) + 8 * STEP * (i % 2)
-                place = uint32(start + uint32(uint32(16 * k) ^ turned) + uint32(inside))
-                wide[4 * blocks * k + i] = uint32(ptx.ld_shared_u16(place))
-        for k in range(K_STEPS):
-            for i in range(4 * blocks):
-                at = 4 * blocks * k + i
-                wide[at] = widen(wide[at], constants[0], constants[1])
-                if groups:
-                    scale = k // 2 * 2 * blocks + i // 4 * 2 + i % 2
-                    rest = ptx.fma_bf16x2(wide[at], scales[4 * blocks + scale], uint32(0x80008000))
-                    wide[at] = ptx.fma_bf16x2(wide[at], scales[scale], rest)
-        keep(wide, 0)
-        wgmma_wait(0)
-        keep(words, 0)  # the products before have read them
-        if step > uint32(0) and lane == uint32(0):
-            mbarrier_arrive(before)
-        for i in range(loads):
-            words[i] = wide[i]
-        keep(words, 0)
+            for i in range(4):
+                place = uint32(start + uint32(uint32(16 * k) ^ turned) + uint32(8 * (i // 2) + 8 * STEP * (i % 2)))
+                raw[4 * k + i] = uint32(ptx.ld_shared_u16(place))
+        for at in range(A_WORDS):
+            first, second = parts(raw[at], constants[0], constants[1])
+            word = together(first, second)
+            if groups:
+                scale = at // 8 * 2 + at % 2
+                word = ptx.fma_bf16x2(word, scales[scale], ptx.fma_bf16x2(word, scales[4 + scale], uint32(0x80008000)))
+            words[own + at] = word
+        keep(words, own)
         wgmma_fence()
         for k in range(K_STEPS):
-            for block in range(blocks):
-                update(
-                    sums,
-                    block * count,
-                    words,
-                    4 * (blocks * k + block),
-                    uint64(b_bits + uint64(2 * k)),
-                    more if k == 0 else uint32(1),
-                )
+            update(sums, 0, words, own + 4 * k, uint64(b_bits + uint64(2 * k)), more if k == 0 else uint32(1))
         wgmma_commit()
+        wgmma_wait(1)
+        for k in range(K_STEPS):
+            wgmma_words_until(words, other + 4 * k, never)
+        if step > uint32(0) and lane == uint32(0):
+            mbarrier_arrive(before)
 
     return multiply
 
@@ -439,6 +439,8 @@ def matmul_wgmma_kernel(
     assert dense or str(dtype) == "bfloat16" or not groups
     assert (weight_first or dense) and not (ping_pong and shared) and (groups or not scale_boxes)
     fetched = groups and not scale_boxes
+    two_groups = group_size < STEP  # in a stage, or one: a box has whole stages' groups
+    assert not scale_boxes or boxed_groups(group_size)
     # the two factors of wgmma: an int8 one is turned into 16-bit floats in registers
     a_rows, b_rows = (tile_n, tile_m) if weight_first else (tile_m, tile_n)
     a_row_bytes = X_ROW_BYTES if dense else STEP
@@ -450,9 +452,13 @@ def matmul_wgmma_kernel(
     values = blocks * count
     box_rows, parts = box_rows_of(tile_m), max(b_rows // BOX, 1)
     teams = 1 if ping_pong else CONSUMERS  # consumers of a stage
-    multiply = multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, blocks, b_rows, groups)
-    words_held = 4 * K_STEPS * blocks if not dense else 1
-    scale_rows = 2 * blocks
+    assert blocks == 1 or dense
+    if dense:
+        multiply = multiply_other = multiply_dense(dtype, blocks, b_rows)
+    else:
+        multiply = _multiply_int8(dtype, b_rows, groups, 0, A_WORDS)
+        multiply_other = _multiply_int8(dtype, b_rows, groups, A_WORDS, 0)
+    scale_rows = 2  # a lane
     scales_held = 2 * scale_rows
     scale_words = 2 * scales_held
     gated = epilogue.gated
@@ -465,6 +471,8 @@ def matmul_wgmma_kernel(
     constants_at, flag_at = 16 * stages, 16 * stages + 8  # behind ``full``
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
     slot_values = CONSUMERS * WARPGROUP * values
+    parts_in_flight = max(1, MERGED // values)
+    parts_values = parts_in_flight * values
 
     @cuda.jit(device=True, inline="always")
     def put_scale(scale, into, i):
@@ -477,14 +485,18 @@ def matmul_wgmma_kernel(
     @cuda.jit(device=True, inline="always")
     def read_scales(stage_scales, row, k, into):
         """The scales of the lane's rows, of which ``row`` is the first, for both halves of the stage at k, from the stage."""
-        half = uint32(STEP // 2)
-        second = uint32(uint32(k + half) // uint32(group_size)) != uint32(k // uint32(group_size))
+        group = uint32(uint32(k // uint32(group_size)) & uint32(BOX_GROUPS - 1))
         for i in range(scale_rows):
-            inside = SCALE_BYTES * (64 * (i // 2) + 8 * (i % 2))
-            found = ptx.ld_shared_v2(uint32(stage_scales + uint32(row * uint32(SCALE_BYTES)) + uint32(inside)))
-            first = ptx.float_from_bits(found[0])
-            put_scale(first, into, i)
-            put_scale(ptx.float_from_bits(found[1]) if second else first, into, scale_rows + i)
+            place = uint32(stage_scales + uint32(row * uint32(SCALE_BYTES)) + uint32(group << uint32(2)))
+            place = uint32(place + uint32(8 * SCALE_BYTES * i))
+            if two_groups:
+                found = ptx.ld_shared_v2(place)
+                put_scale(ptx.float_from_bits(found[0]), into, i)
+                put_scale(ptx.float_from_bits(found[1]), into, scale_rows + i)
+            else:
+                found_one = ptx.ld_shared_f32(place)
+                put_scale(found_one, into, i)
+                put_scale(found_one, into, scale_rows + i)
 
     @cuda.jit(device=True, inline="always")
     def load_scales(own, k, depth, into):
@@ -521,17 +533,27 @@ def matmul_wgmma_kernel(
         for i in range(values):
             sums[i] = float32(0.0)
         part = first_block
+        found = cuda.local.array(parts_values, float32)
         while part <= last_block:
-            # the first block begins the tile: its second slot
-            slot = uint32(part << uint32(1))
-            if part == first_block:
-                slot = uint32(slot + uint32(1))
-            at = place_of(slot, group, thread)
-            for i in range(values // 4):
-                found = ptx.ld_global_v4_f32(ptx.address(partial, uint32(at + uint32(4 * WARPGROUP * i))))
-                for j in range(4):
-                    sums[4 * i + j] += found[j]
-            part = uint32(part + uint32(1))
+            for p in range(parts_in_flight):
+                from_block = min(uint32(part + uint32(p)), last_block)
+                # the first block begins the tile: its second slot
+                slot = uint32(from_block << uint32(1))
+                if from_block == first_block:
+                    slot = uint32(slot + uint32(1))
+                at = place_of(slot, group, thread)
+                for i in range(values // 4):
+                    four = ptx.ld_global_v4_f32(ptx.address(partial, uint32(at + uint32(4 * WARPGROUP * i))))
+                    for j in range(4):
+                        if parts_in_flight > 1:
+                            found[values * p + 4 * i + j] = four[j]
+                        else:
+                            sums[4 * i + j] += four[j]
+            for p in range(parts_in_flight if parts_in_flight > 1 else 0):
+                if uint32(part + uint32(p)) <= last_block:
+                    for i in range(values):
+                        sums[i] += found[values * p + i]
+            part = uint32(part + uint32(parts_in_flight))
 
     def boxes_from(number):
         """Code that stores a consumer's boxes from ``number`` on. One function each: a loop as long as this is not unrolled."""
@@ -654,7 +676,9 @@ def matmul_wgmma_kernel(
                             tensor_load_2d(weight_to, weight_at, k, column, barrier)
                             if scale_boxes:
                                 scales_to = uint32(to + uint32(a_bytes + b_bytes))
-                                group_of_k = uint32(k // uint32(group_size))
+                                group_of_k = uint32(
+                                    uint32(k // uint32(group_size)) & uint32(0xFFFFFFFF - BOX_GROUPS + 1)
+                                )
                                 tensor_load_2d(scales_to, tensor_map_address(scale_map), group_of_k, column, barrier)
                         if fetched:
                             prefetch_scales(scales, scale_stride, column, k, columns, ptx.lane_id())
@@ -670,8 +694,8 @@ def matmul_wgmma_kernel(
             sums = cuda.local.array(values, float32)
             for i in range(values):
                 sums[i] = float32(0.0)
-            words = cuda.local.array(words_held, uint32)
-            for i in range(words_held):
+            words = cuda.local.array(TWO_SETS, uint32)
+            for i in range(TWO_SETS):
                 words[i] = uint32(0)
             step_scales = cuda.local.array(scale_words, uint32)
             next_scales = cuda.local.array(scales_held, float32)
@@ -694,6 +718,7 @@ def matmul_wgmma_kernel(
                 residual,
                 residual_stride,
             )
+            never = uint32(depth >> uint32(31))  # 0: ``serves``
             widening = (uint32(0), uint32(0))
             if not dense:
                 widening = widening_constants(uint32(full + uint32(constants_at)))
@@ -749,7 +774,7 @@ def matmul_wgmma_kernel(
                         warp,
                         lane,
                         words,
-                        (widening, step_scales),
+                        (widening, step_scales, never),
                     )
                     before = uint32(barrier + uint32(free))
                     step = uint32(step + uint32(1))
@@ -757,11 +782,44 @@ def matmul_wgmma_kernel(
                     if stage == uint32(stages):
                         stage = uint32(0)
                         parity = uint32(parity ^ uint32(1))
+                    if not dense and step < own_steps:
+                        barrier = uint32(full + uint32(stage << uint32(3)))
+                        mbarrier_wait(barrier, parity)
+                        at = uint32(ring + uint32(stage * uint32(both)))
+                        if scale_boxes:
+                            own_row = uint32(own_a + uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
+                            k = uint32(first_k + uint32(step * uint32(STEP)))
+                            read_scales(uint32(at + uint32(a_bytes + b_bytes)), own_row, k, step_scales)
+                        if fetched:
+                            for i in range(scales_held):
+                                put_scale(next_scales[i], step_scales, i)
+                            following = uint32(first_k + uint32(uint32(step + uint32(1)) * uint32(STEP)))
+                            load_scales(own_scales, following, depth, next_scales)
+                        multiply_other(
+                            uint32(at + uint32(own_a * uint32(a_row_bytes))),
+                            uint32(at + uint32(a_bytes)),
+                            sums,
+                            step,
+                            before,
+                            warp,
+                            lane,
+                            words,
+                            (widening, step_scales, never),
+                        )
+                        before = uint32(barrier + uint32(free))
+                        step = uint32(step + uint32(1))
+                        stage = uint32(stage + uint32(1))
+                        if stage == uint32(stages):
+                            stage = uint32(0)
+                            parity = uint32(parity ^ uint32(1))
                 if ping_pong and uint32(tile + stride) < tiles:
                     other = uint32(uint32(turn_barrier) + uint32(group ^ uint32(1)))
                     barrier_arrive(other, uint32(CONSUMERS * WARPGROUP))
                 wgmma_wait(0)
                 keep(sums, 0)
+                if not dense:
+                    for k in range(2 * K_STEPS):
+                        wgmma_words_until(words, 4 * k, never)
                 if lane == uint32(0):
                     mbarrier_arrive(before)
 
@@ -844,8 +902,10 @@ def cycles(rows, columns, depth, weight, shape, sm_count):
     weight_bytes = tile_n * STEP * (2 if weight == "dense" else 1)
     # products, widening and copies run beside each other
     brought = (weight_bytes / -(-rows // tile_m)) / BYTES_A_CLOCK
-    step = max(tile_m * tile_n / 32, tile_n * WIDENING[weight], brought)
+    step = max(tile_m * tile_n / 32 + STEP_CLOCKS, tile_n * WIDENING[weight], brought)
     if shared:
+        if number > MOST_SHARED * sm_count:
+            return float("inf")
         blocks = blocks_for(number, steps, sm_count)
         own = -(-number * steps // blocks)
         turns = -(-own // steps)
@@ -884,7 +944,7 @@ def plan_of(rows, columns, depth, constants, sm_count):
 def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
     columns, depth = weight.shape
-    scale_boxes = kind == "groups" and describes(scales)
+    scale_boxes = SCALE_BOXES and kind == "groups" and boxed_groups(group_size) and describes(scales)
     chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, scale_boxes, epilogue, device.sm_count)
     launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
 
@@ -905,7 +965,7 @@ def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream=N
     arguments = (
         tensor_map(x, (tile_m, STEP), device=device),
         weight_map,
-        tensor_map(scales, (tile_n, SCALE_BYTES // 4), 0, device=device) if scale_boxes else weight_map,
+        tensor_map(scales, (tile_n, BOX_GROUPS), 0, device=device) if scale_boxes else weight_map,
         tensor_map(out, *out_box, device=device),
         0 if scales is None else scales.pointer,
         0 if bias is None else bias.pointer,
