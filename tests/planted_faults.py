@@ -166,10 +166,10 @@ FAULTS = [
         "matmul_wgmma",
         "int8_matmul bfloat16, a deep prompt, groups",
         ("slot of a tile's first block", "slot = uint32(slot + uint32(1))", "slot = uint32(slot + uint32(0))"),
-        ("groups of a stage's scales", "group_of_k = uint32(k // uint32(group_size))", "group_of_k = uint32(uint32(k + uint32(STEP)) // uint32(group_size))"),
-        ("scale of a stage's second half", "put_scale(ptx.float_from_bits(found[1]) if second else first, into, scale_rows + i)", "put_scale(first, into, scale_rows + i)"),
+        ("scales of a stage's second half", "min(uint32(k + uint32(STEP // 2 * half))", "min(uint32(k + uint32(0 * half))"),
+        ("what a rounded scale lacks", "scales[4 + scale]", "scales[scale]"),
         ("last step of a block's tile", "k_end = min(depth, uint32(min(steps, uint32(end - uint32(tile * steps))) * uint32(STEP)))", "k_end = depth"),
-        ("stage freed under its products", "        wgmma_wait(0)\n        keep(words, 0)  # the products before have read them\n", ""),
+        ("stage freed under its products", "        wgmma_wait(1)\n        for k in range(K_STEPS):\n", "        for k in range(K_STEPS):\n"),
     ),
     *_of(
         "matmul_stream",
