@@ -164,6 +164,15 @@ FAULTS = [
         ("barrier before the result leaves removed", "            barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))\n", ""),
     ),
     *_of(
+        "matmul_wgmma",
+        "int8_matmul bfloat16, a deep prompt, groups",
+        ("slot of a tile's first block", "slot = uint32(slot + uint32(1))", "slot = uint32(slot + uint32(0))"),
+        ("scales of a stage's second half", "min(uint32(k + uint32(STEP // 2 * half))", "min(uint32(k + uint32(0 * half))"),
+        ("what a rounded scale lacks", "scales[4 + scale]", "scales[scale]"),
+        ("last step of a block's tile", "k_end = min(depth, uint32(min(steps, uint32(end - uint32(tile * steps))) * uint32(STEP)))", "k_end = depth"),
+        ("stage freed under its products", "        wgmma_wait(1)\n        for k in range(K_STEPS):\n", "        for k in range(K_STEPS):\n"),
+    ),
+    *_of(
         "matmul_stream",
         "int8_matmul bfloat16, a large weight",
         ("wait for a full stage removed", "                mbarrier_wait(full, parity)\n", ""),
@@ -173,7 +182,7 @@ FAULTS = [
          "a counter that is not set back harms the next launch, and the emulator gives each its own; test_counters_are_zero_again sees it"),
         ("slot of the first block", "from_slot = uint32(from_slot + uint32(1))", "from_slot = uint32(from_slot + uint32(0))"),
         ("row of x", "+ uint32(quad_row >> uint32(2)))", "+ uint32(quad_row >> uint32(1)))"),
-        ("scales of the step before", "scale[i] = ahead[i]", "scale[i] = scale[i] + ahead[i]"),
+        ("scales of another step", "first = uint32(step * uint32(scale_groups))", "first = uint32(step * uint32(scale_groups + 1))"),
         ("last columns", "if row < rows and y_column < columns:", "if row < rows:"),
     ),
     *_of(

@@ -12,6 +12,7 @@ from nbkernels.kernels import matmul, matmul_stream
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import emulated, memory
 from nbkernels.launch.device import DeviceError, cuda_device, current
+from nbkernels.launch.tensor_map import describes
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
@@ -77,6 +78,8 @@ def product(x, weight, **options):
         pytest.param(64, 130, 400, BF16, 32, id="all rows there are"),
         pytest.param(3, 257, 592, F16, 64, id="groups of 64, the last one short"),
         pytest.param(1, 20, 400, BF16, 128, id="groups of a step"),
+        pytest.param(5, 130, 496, BF16, 32, id="boxes of scales, four a step"),
+        pytest.param(17, 257, 496, F16, 64, id="boxes of scales, two a step"),
         pytest.param(4, 140, 672, BF16, 96, id="groups of 96, no part of a step"),
         pytest.param(4, 140, 672, BF16, 256, id="groups of two steps"),
     ],
@@ -137,10 +140,14 @@ def test_rows_do_not_depend_on_the_batch(hopper, group_size):
 @pytest.mark.parametrize(
     "rows, columns, depth, group_size, shape, on_one",
     [
-        pytest.param(60, 700, 192, None, (2, 4), 1, id="sums of whole tiles and cut ones through memory"),
-        pytest.param(10, 300, 200, "dense", (2, 4), 1, id="two fragments a warp, dense"),
-        pytest.param(3, 300, 336, 64, (2, 8), 1, id="two fragments a warp, groups"),
-        pytest.param(3, 300, 336, None, (1, 4), 2, id="two blocks a multiprocessor"),
+        pytest.param(60, 700, 192, None, (2, 4, 1), 1, id="sums of whole tiles and cut ones through memory"),
+        pytest.param(10, 300, 200, "dense", (2, 4, 1), 1, id="two fragments a warp, dense"),
+        pytest.param(3, 300, 336, 64, (2, 8, 1), 1, id="two fragments a warp, groups"),
+        pytest.param(3, 300, 336, None, (1, 4, 1), 2, id="two blocks a multiprocessor"),
+        pytest.param(3, 300, 1040, None, (1, 2, 4), 1, id="four teams"),
+        pytest.param(9, 300, 912, None, (1, 4, 2), 1, id="two teams, 16 rows"),
+        pytest.param(3, 130, 496, 32, (1, 2, 3), 1, id="three teams, boxes of scales"),
+        pytest.param(9, 300, 400, "dense", (1, 4, 2), 1, id="two teams, dense"),
     ],
 )
 def test_other_shapes_of_a_block(hopper, rows, columns, depth, group_size, shape, on_one):
@@ -150,10 +157,22 @@ def test_other_shapes_of_a_block(hopper, rows, columns, depth, group_size, shape
     epilogue = Epilogue(row_scale=kind == "rows")
     device = current()
     ring_bytes = matmul_stream.RING_BYTES // on_one
-    chosen = matmul_stream.plan(
-        rows, columns, depth, BF16, kind, size, epilogue, device.sm_count, shape, ring_bytes, on_one
-    )
     values, scales = (weight, None) if kind == "dense" else (weight.values, to_device(weight.scales))
+    scale_maps = kind == "groups" and describes(scales)
+    chosen = matmul_stream.plan(
+        rows,
+        columns,
+        depth,
+        BF16,
+        kind,
+        size,
+        epilogue,
+        device.sm_count,
+        shape,
+        ring_bytes,
+        on_one,
+        scale_maps=scale_maps,
+    )
     out = poisoned((rows, columns), BF16)
     matmul_stream.launch_plan(chosen, to_device(x), to_device(values), scales, None, None, out, device, 0)
     assert relative_error(out, exact(x, weight)) < BOUND[BF16]

@@ -12,7 +12,6 @@ from nbkernels.kernels import matmul_wgmma
 from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.launch import emulated
 from nbkernels.launch.device import DeviceError, cuda_device, current
-from nbkernels.launch.launcher import launch
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
@@ -43,7 +42,20 @@ def padded(array):
 
 
 def product(
-    shape, dtype, weight, group_size, tile, stages, ping_pong, bias=False, activation=None, residual=False, blocks=2
+    shape,
+    dtype,
+    weight,
+    group_size,
+    tile,
+    stages,
+    ping_pong=False,
+    weight_first=None,
+    shared=False,
+    scale_boxes=False,
+    bias=False,
+    activation=None,
+    residual=False,
+    blocks=2,
 ):
     """The relative error of one launch with these constants; nothing is written beside the result."""
     rows, columns, depth = shape
@@ -59,13 +71,11 @@ def product(
     out_columns = columns // 2 if activation == "silu_mul" else columns
     whole, out = padded(np.full((rows, out_columns), np.nan, dtype))
     epilogue = Epilogue(weight == "rows", bias, activation, residual)
-    chosen = matmul_wgmma.plan_of(
-        rows, columns, (dtype, weight, group_size, *tile, stages, ping_pong, epilogue), blocks
-    )
-    arguments = matmul_wgmma.arguments(
-        chosen, kept[0][1], kept[1][1], scales, kept[3], kept[2][1], out, current(), band_rows=2 * tile[0]
-    )
-    launch(chosen, arguments, current())
+    weight_first = weight != "dense" if weight_first is None else weight_first
+    constants = (dtype, weight, group_size, *tile, stages, ping_pong, weight_first, shared, scale_boxes, epilogue)
+    chosen = matmul_wgmma.plan_of(rows, columns, depth, constants, blocks)
+    arrays = kept[0][1], kept[1][1], scales, kept[3], kept[2][1], out
+    matmul_wgmma.launch_plan(chosen, *arrays, current(), band_rows=2 * tile[0])
     written = to_host(whole)
     assert np.isnan(written[:, out_columns:].astype(np.float32)).all()
     wide = [None if a is None else np.asarray(a, np.float64) for a in (x, added, before)]
@@ -121,6 +131,45 @@ def test_int8(hopper, shape, weight, group_size, tile, stages, ping_pong, dtype,
     blocks = 132 if shape[0] > 1000 else 2
     error = product(shape, dtype, weight, group_size, tile, stages, ping_pong, **epilogue, blocks=blocks)
     assert error < BOUND[dtype]
+
+
+BOXES = {"scale_boxes": True}
+# blocks: how many share the steps, of 64 columns of x; (tile_m, tile_n) with tile_n the weight's, which is the first factor
+SHARED = [
+    pytest.param((70, 264, 712), "rows", 0, (64, 128), 3, BF16, 5, FULL, id="tiles of two blocks and of three"),
+    pytest.param((40, 136, 712), "rows", 0, (64, 128), 2, F16, 7, {}, id="seven blocks for two tiles"),
+    pytest.param((9, 264, 328), "rows", 0, (16, 128), 4, BF16, 5, FULL, id="boxes of 16 rows"),
+    pytest.param((30, 144, 328), "rows", 0, (32, 128), 4, BF16, 3, GATED, id="gated, boxes of 32 rows"),
+    pytest.param((130, 136, 328), "groups", 32, (128, 128), 3, BF16, 3, FULL, id="groups of half a step"),
+    pytest.param((70, 136, 328), "groups", 96, (64, 128), 2, BF16, 5, {}, id="groups of one step and a half"),
+    pytest.param((70, 264, 328), "dense", 0, (64, 128), 3, F16, 5, FULL, id="dense"),
+    pytest.param((20, 528, 136), "dense", 0, (32, 256), 3, BF16, 4, GATED, id="dense, gated, two products"),
+    pytest.param(
+        (130, 136, 376), "groups", 32, (128, 128), 3, BF16, 3, BOXES | FULL, id="boxes of scales, half a step"
+    ),
+    pytest.param((20, 264, 456), "groups", 64, (32, 128), 3, BF16, 5, BOXES, id="boxes of scales, a step"),
+    pytest.param(
+        (20, 144, 456), "groups", 128, (32, 128), 3, BF16, 2, BOXES | GATED, id="boxes of scales of two steps"
+    ),
+    pytest.param((4, 128, 64), "rows", 0, (16, 128), 2, BF16, 1, {"bias": True}, id="one block has all"),
+    pytest.param((130, 264, 328), "rows", 0, (128, 128), 3, BF16, 4, {}, id="whole tiles"),
+    pytest.param((60, 4104, 4096), "rows", 0, (64, 128), 8, BF16, 132, FULL, id="large", marks=pytest.mark.gpu),
+    pytest.param(
+        (250, 4104, 4096), "groups", 32, (128, 128), 6, BF16, 132, BOXES | FULL, id="large", marks=pytest.mark.gpu
+    ),
+    pytest.param((60, 4104, 4096), "dense", 0, (64, 128), 8, F16, 132, FULL, id="large", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("shape, weight, group_size, tile, stages, dtype, blocks, epilogue", SHARED)
+def test_blocks_share_tiles(hopper, shape, weight, group_size, tile, stages, dtype, blocks, epilogue):
+    rest = {"weight_first": True, "shared": True, "blocks": blocks, **epilogue}
+    assert product(shape, dtype, weight, group_size, tile, stages, **rest) < BOUND[dtype]
+
+
+def test_a_dense_weight_first(hopper):
+    rest = {"weight_first": True, "blocks": 2, **FULL}
+    assert product((130, 264, 72), BF16, "dense", 0, (64, 128), 3, **rest) < BOUND[BF16]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
@@ -184,5 +233,7 @@ def test_plans_fit():
     for rows in (128, 512, 4096, 70001):
         for columns in (64, 1024, 14336, 50256):
             for weight, group_size in (("dense", 0), ("rows", 0), ("groups", 32)):
-                chosen = matmul_wgmma.plan(rows, columns, BF16, weight, group_size, Epilogue(weight == "rows"), 132)
+                chosen = matmul_wgmma.plan(
+                    rows, columns, 4096, BF16, weight, group_size, weight == "groups", Epilogue(weight == "rows"), 132
+                )
                 assert chosen.grid[0] <= 132 and chosen.shared_bytes <= 227 * 1024

@@ -70,6 +70,7 @@ def test_the_same_bits(on, rows):
         pytest.param(9, 700, 192, None, id="whole tiles and cut ones"),
         pytest.param(2, 100, 5008, 32, id="a ring that goes round"),
         pytest.param(64, 257, 592, 64, id="large rings"),
+        pytest.param(9, 257, 1008, 32, id="boxes of scales"),
     ],
 )
 def test_products(on, rows, columns, depth, group_size):

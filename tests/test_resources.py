@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nbkernels.kernels import layer_norm, quantize, rms_norm, softmax
+from nbkernels.kernels import layer_norm, matmul_stream, matmul_wgmma, quantize, rms_norm, softmax
+from nbkernels.kernels.epilogue import Epilogue
 from nbkernels.profiling.resources import Resources, find_ptxas, occupancy, resources
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -70,6 +71,33 @@ def test_rows_spill_nothing(operation, dtype, capsys):
             if used.spill_bytes > SPILLED.get(operation, 0) or (used.stack_bytes and operation not in SPILLED):
                 spilling.append((columns, arch, used))
     assert not spilling
+
+
+PRODUCTS = [
+    # weight, group_size, tile_m, tile_n, weight_first, shared, scale_boxes
+    ("rows", 0, 64, 128, True, True, False),
+    ("rows", 0, 256, 128, True, False, False),
+    ("groups", 32, 256, 128, True, True, True),
+    ("groups", 32, 256, 128, True, True, False),
+    ("dense", 0, 128, 256, False, True, False),
+    ("dense", 0, 128, 128, True, True, False),
+]
+
+
+@pytest.mark.parametrize("weight, group_size, tile_m, tile_n, weight_first, shared, scale_boxes", PRODUCTS)
+def test_wgmma_products_spill_nothing(weight, group_size, tile_m, tile_n, weight_first, shared, scale_boxes):
+    stages = matmul_wgmma.most_stages(weight, tile_m, tile_n, scale_boxes)
+    epilogue = Epilogue(weight == "rows", True, "gelu", True)
+    constants = (BF16, weight, group_size, tile_m, tile_n, stages, False, weight_first, shared, scale_boxes, epilogue)
+    used = resources(matmul_wgmma.matmul_wgmma_kernel, constants, "sm_90a")
+    assert stages >= 3 and used.spill_bytes == 0 and used.stack_bytes == 0 and not used.warnings
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_streamed_products_of_groups_spill_nothing(rows):
+    chosen = matmul_stream.plan(rows, 4096, 4096, BF16, "groups", 32, Epilogue(), 132, scale_maps=True)
+    used = resources(chosen.factory, chosen.constants, "sm_90a")
+    assert used.spill_bytes == 0 and used.stack_bytes == 0
 
 
 def test_occupancy_by_hand():

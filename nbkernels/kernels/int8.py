@@ -33,16 +33,6 @@ def floats_from_int8x4(word):
 
 
 @cuda.jit(device=True, inline="always")
-def floats_from_int8x2(word):
-    """The two lower signed bytes of a word, the upper ones 0 -> two float32."""
-    biased = uint32(word ^ uint32(0x8080))
-    return (
-        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7440))) - FLOAT32_OFFSET,
-        ptx.float_from_bits(ptx.prmt(biased, uint32(0x4B000000), uint32(0x7441))) - FLOAT32_OFFSET,
-    )
-
-
-@cuda.jit(device=True, inline="always")
 def _f16x2_pairs_from_int8x4(word):
     biased = uint32(word ^ uint32(0x80808080))
     return (
@@ -75,20 +65,31 @@ def pairs_from_int8x4(dtype):
 
 
 @cuda.jit(device=True, inline="always")
-def _bf16x2_from_int8x2(word):
-    return _bf16x2_from_spread(ptx.prmt(word, uint32(0x43434343), uint32(0x4140)))
+def _bf16x2_parts(word, exponents, signs):
+    spread = ptx.prmt(word, exponents, uint32(0x4140))
+    return uint32(spread & uint32(0xFF7FFF7F)), uint32(uint32(spread & signs) | uint32(0xC300C300))
 
 
 @cuda.jit(device=True, inline="always")
-def _f16x2_from_int8x2(word):
+def _bf16x2_of_parts(magnitude, offset):
+    return ptx.fma_bf16x2(magnitude, uint32(0x3F803F80), offset)
+
+
+@cuda.jit(device=True, inline="always")
+def _f16x2_parts(word, exponents, signs):
     biased = uint32(word ^ uint32(0x8080))
-    return ptx.sub_f16x2(ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480))
+    return ptx.prmt(biased, uint32(0x64646464), uint32(0x4140)), uint32(0x64806480)
 
 
 @cache
 def pair_from_int8x2(dtype):
-    """widen(word): the two lower signed bytes -> a word of two float16 or bfloat16."""
-    return _bf16x2_from_int8x2 if str(dtype) == "bfloat16" else _f16x2_from_int8x2
+    """(parts, together): the two lower signed bytes of a word -> a word of two float16 or bfloat16, in two steps.
+
+    parts(word, exponents, signs) -> a, b, with ``ptx.widen.widening_constants``; together(a, b) is one instruction.
+    """
+    if str(dtype) == "bfloat16":
+        return _bf16x2_parts, _bf16x2_of_parts
+    return _f16x2_parts, ptx.sub_f16x2
 
 
 @cuda.jit(device=True, inline="always")

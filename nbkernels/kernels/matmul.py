@@ -9,7 +9,8 @@ Six kernels share the work, each a file of its own, for dense and int8 weights a
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
                      matmul_wgmma: the same on sm_90a
 
-and on sm_90, from 17 to 64 rows (int8: up to 64) of 16 bits times a large weight, matmul_stream: at the speed of memory.
+and on sm_90a, for few rows of 16 bits times a large int8 weight, matmul_stream: at the speed of memory. From 17 rows on a large
+weight is matmul_wgmma's too; where it cannot take a call, matmul_stream can up to 64 rows.
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for many rows on sm_90a. A
 product over no columns is 0, by matmul_lanes.
@@ -46,7 +47,7 @@ class Alignment:
     """What the addresses of a call's arrays allow; each is a kernel's condition, and described there.
 
     fragments: matmul_narrow; pieces, pairs: matmul_tiles' wide and pairs; quads: the width of matmul_lanes and matmul_blocks;
-    maps: matmul_stream, and that the architecture is the one it is for.
+    maps: matmul_stream, and that the architecture is the one it is for; scale_maps: its scale_maps.
     """
 
     fragments: bool
@@ -54,6 +55,7 @@ class Alignment:
     pairs: bool
     quads: bool
     maps: bool = False
+    scale_maps: bool = False
 
 
 def _rows_aligned(array, nbytes):
@@ -61,8 +63,8 @@ def _rows_aligned(array, nbytes):
     return array.pointer % nbytes == 0 and array.strides[0] * array.itemsize % nbytes == 0
 
 
-def alignment(x, weight, bias, residual, out, arch):
-    """The Alignment of a call on an architecture; weight [columns, depth] dense or int8."""
+def alignment(x, weight, bias, residual, out, arch, scales=None):
+    """The Alignment of a call on an architecture; weight [columns, depth] dense or int8, scales of groups."""
     depth = x.shape[1]
     x_aligned = _rows_aligned(x, 16)
     return Alignment(
@@ -76,6 +78,7 @@ def alignment(x, weight, bias, residual, out, arch):
         and out.itemsize == 2,
         quads=x_aligned and depth % matmul_lanes.WIDTH == 0 and _rows_aligned(weight, 4 * weight.itemsize),
         maps=arch == "sm_90a" and describes(x) and describes(weight),
+        scale_maps=arch == "sm_90a" and scales is not None and describes(scales),
     )
 
 
@@ -91,7 +94,16 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
         deep = rows > FEW_ROWS or (weight != "dense" and depth >= STREAM_DEPTH)
         if rows <= matmul_stream.MOST_ROWS and large and deep and aligned.maps:
             return matmul_stream.plan(
-                rows, columns, depth, dtype, weight, group_size, epilogue, sm_count, overlap=overlapping
+                rows,
+                columns,
+                depth,
+                dtype,
+                weight,
+                group_size,
+                epilogue,
+                sm_count,
+                overlap=overlapping,
+                scale_maps=aligned.scale_maps,
             )
         # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
         few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
@@ -118,7 +130,7 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     rows, depth = x.shape
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
-    aligned = alignment(x, weight, bias, residual, out, device.arch)
+    aligned = alignment(x, weight, bias, residual, out, device.arch, scales if kind == "groups" else None)
     if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device):
         matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream)
         return

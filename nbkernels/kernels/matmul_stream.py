@@ -73,6 +73,12 @@ K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 ro
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
 OVERLAP_RING_BYTES = 98 * 1024  # where the next kernel's block has its ring beside this one's
+# from here on that costs more than it gains: 4096×14336 took 22.1 µs on an H200, and 19.0 with the larger ring
+OVERLAP_MOST_DEPTH = 8192
+SCALE_BYTES = (
+    16  # of a row of the weight a stage: four groups' scales, the most that a step has and the least that a copy brings
+)
+BOXED_GROUPS = (32, 64, 128)  # whose scales of a step are a box
 MOST_DIRECT = 32  # sums a lane that an epilogue takes out of registers
 MERGE_UNROLL = 4  # partial sums a thread has in flight
 
@@ -87,8 +93,16 @@ def _two_fit(weight, row_tiles):
     return weight != "groups" or row_tiles < 8
 
 
-def _stage_bytes(weight, row_tiles, tile_n):
-    return tile_n * ROW_BYTES + step_columns(weight) // X_BOX * row_tiles * SWIZZLE_BYTES
+def _stage_bytes(weight, row_tiles, tile_n, scale_boxes=False):
+    return (
+        tile_n * (ROW_BYTES + (SCALE_BYTES if scale_boxes else 0))
+        + step_columns(weight) // X_BOX * row_tiles * SWIZZLE_BYTES
+    )
+
+
+def _stage_stride(stage_bytes):
+    """From one stage to the next."""
+    return -(-stage_bytes // SWIZZLE_BYTES) * SWIZZLE_BYTES
 
 
 @cache
@@ -121,10 +135,11 @@ def multiply_dense(dtype, row_tiles, column_tiles):
 
 
 @cache
-def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
+def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale, scale_boxes):
     """As ``multiply_dense`` for int8; pieces_a_scale: of 32 k with one scale, 0 without groups.
 
     scale[2 · c + h], lane q of a quad: of rows l / 4 + 8 · h of fragment c, for round q; a round is the pieces with one scale.
+    With scale_boxes each lane has all: scale[rounds · (2 · c + h) + q].
     """
     update = ptx.mma_update(str(dtype))
     fragments = fragments_from_int8(dtype)
@@ -149,8 +164,8 @@ def _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale):
                 fragments(a, 8 * (p * column_tiles + c), at, constants[0], constants[1])
         if groups:
             for i in range(scale_count):
-                scale_here[i] = scale[i]
-                if rounds > 1:
+                scale_here[i] = scale[rounds * i + r] if scale_boxes else scale[i]
+                if rounds > 1 and not scale_boxes:
                     quad_start = uint32(ptx.lane_id() & uint32(28))
                     scale_here[i] = ptx.shfl_idx(scale[i], uint32(quad_start | uint32(r)))
         for t in range(row_tiles):
@@ -217,6 +232,28 @@ def _load_scales(group_size, pieces_a_scale, count):
     return load
 
 
+@cache
+def _read_scales(scale_groups, count):
+    """read(at, scale): a lane's scales at a step from its stage, 8 rows apart and ``count``, as ``_multiply_int8`` takes them."""
+
+    @cuda.jit(device=True, inline="always")
+    def read(at, scale):
+        for i in range(count):
+            place = uint32(at + uint32(8 * SCALE_BYTES * i))
+            if scale_groups == 4:
+                found = ptx.ld_shared_v4_f32(place)
+                for j in range(4):
+                    scale[4 * i + j] = found[j]
+            elif scale_groups == 2:
+                pair = ptx.ld_shared_v2(place)
+                for j in range(2):
+                    scale[2 * i + j] = ptx.float_from_bits(pair[j])
+            else:
+                scale[i] = ptx.ld_shared_f32(place)
+
+    return read
+
+
 @cuda.jit(device=True, inline="always")
 def first_unit_of(block, share, extra):
     """The first unit of a block: the first ``extra`` blocks have one more than ``share``."""
@@ -233,12 +270,14 @@ def block_of(unit, share, extra):
 
 
 def matmul_stream_kernel(
-    dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue, overlap=False
+    dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, teams, scale_boxes, epilogue, overlap=False
 ):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, scale a group_size, a multiple of 32).
 
-    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. One warp
-    more brings everything in. overlap: it may start before the kernel in front of it has ended.
+    row_tiles: of 8 rows of x, all there are; column_tiles: fragments of 16 columns of y a warp, of ``consumers`` warps. There are
+    ``teams`` of these, which take stages (a multiple) by turns and add up their sums at a tile's end; one more brings all in.
+    scale_boxes: the scales too, of groups of 32, 64 or 128, where a tensor map can describe them.
+    overlap: it may start before the kernel in front of it has ended.
     """
     dense, groups = weight == "dense", weight == "groups"
     step_k = step_columns(weight)
@@ -246,18 +285,24 @@ def matmul_stream_kernel(
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     tile_bytes = tile_n * ROW_BYTES
     x_box_bytes = row_tiles * SWIZZLE_BYTES
-    stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
-    consumer_threads = consumers * ptx.WARP
+    stage_bytes = _stage_bytes(weight, row_tiles, tile_n, scale_boxes)
+    stage_stride = _stage_stride(stage_bytes)
+    consumer_threads = teams * consumers * ptx.WARP
     values = 4 * row_tiles * column_tiles
     pieces_a_scale = 0 if not groups else 4 if group_size % 128 == 0 else 2 if group_size % 64 == 0 else 1
     scale_groups = 4 // pieces_a_scale if groups else 1
-    scale_count = 2 * column_tiles
+    scale_rows = 2 * column_tiles  # of the weight a lane
+    scale_count = scale_rows * (scale_groups if scale_boxes else 1)
+    fetched = groups and not scale_boxes
+    scales_at = tile_bytes + x_boxes * x_box_bytes  # in a stage
     scales_in_order = scale_groups * group_size == step_k
-    load_scales = _load_scales(group_size, pieces_a_scale, scale_count) if groups else None
+    assert (scales_in_order or not scale_boxes) and stages % teams == 0 and (teams == 1 or not fetched)
+    load_scales = _load_scales(group_size, pieces_a_scale, scale_rows) if fetched else None
+    read_scales = _read_scales(scale_groups, scale_rows)
     multiply = (
         multiply_dense(dtype, row_tiles, column_tiles)
         if dense
-        else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale)
+        else _multiply_int8(dtype, row_tiles, column_tiles, pieces_a_scale, scale_boxes)
     )
     store = finish(dtype, epilogue)
     # with more the compiler leaves the sums in memory: the loop that writes them is too long
@@ -269,6 +314,14 @@ def matmul_stream_kernel(
     out_n = tile_n // element_columns
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
+    sums_at = ring_at + stages * stage_stride  # of the teams: [team, consumer, value, lane]
+    team_bytes = consumers * values * ptx.WARP * 4
+
+    @cuda.jit(device=True, inline="always")
+    def bring_scales(scale_map, to, tile, step, full):
+        at = uint32(to + uint32(scales_at))
+        first = uint32(step * uint32(scale_groups))
+        tensor_load_2d(at, tensor_map_address(scale_map), first, uint32(tile * uint32(tile_n)), full)
 
     @cuda.jit(device=True, inline="always")
     def prefetch_scales(scales, scale_stride, tile, k, columns, lane):
@@ -343,6 +396,7 @@ def matmul_stream_kernel(
     def matmul_stream(
         weight_map: tensor_map_type,
         x_map: tensor_map_type,
+        scale_map: tensor_map_type,
         scales: ptx.pointer("float32"),
         bias: ptx.pointer(dtype),
         residual: ptx.pointer(dtype),
@@ -382,7 +436,7 @@ def matmul_stream_kernel(
         step = uint32(unit - uint32(tile * steps))
         stage = uint32(0)
         parity = uint32(0)
-        if warp == uint32(consumers):
+        if warp == uint32(teams * consumers):
             weight_at, x_at = tensor_map_address(weight_map), tensor_map_address(x_map)
             prefetch_tensor_map(weight_at)
             prefetch_tensor_map(x_at)
@@ -395,12 +449,14 @@ def matmul_stream_kernel(
                     k = uint32(at_step * uint32(step_k))
                     if lane == uint32(0):
                         full = uint32(base + uint32(at_stage << uint32(3)))
-                        to = uint32(ring + uint32(at_stage * uint32(stage_bytes)))
+                        to = uint32(ring + uint32(at_stage * uint32(stage_stride)))
                         mbarrier_expect(full, uint32(stage_bytes))
                         tensor_load_2d_hint(
                             to, weight_at, k, uint32(at_tile * uint32(tile_n)), full, uint64(EVICT_FIRST)
                         )
-                    if groups:
+                        if scale_boxes:
+                            bring_scales(scale_map, to, at_tile, at_step, full)
+                    if fetched:
                         prefetch_scales(scales, scale_stride, at_tile, k, columns, lane)
                     ptx.warp_sync()
                     to_bring = uint32(to_bring + uint32(1))
@@ -416,10 +472,12 @@ def matmul_stream_kernel(
                 mbarrier_wait(uint32(full + uint32(free_at - full_at)), uint32(parity ^ uint32(1)))
                 k = uint32(step * uint32(step_k))
                 if lane == uint32(0):
-                    to = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                    to = uint32(ring + uint32(stage * uint32(stage_stride)))
                     if not overlap or unit >= brought_end:
                         mbarrier_expect(full, uint32(stage_bytes))
                         tensor_load_2d_hint(to, weight_at, k, uint32(tile * uint32(tile_n)), full, uint64(EVICT_FIRST))
+                        if scale_boxes:
+                            bring_scales(scale_map, to, tile, step, full)
                     for i in range(x_boxes):
                         tensor_load_2d(
                             uint32(to + uint32(tile_bytes + i * x_box_bytes)),
@@ -428,7 +486,7 @@ def matmul_stream_kernel(
                             uint32(0),
                             full,
                         )
-                if groups and (not overlap or unit >= brought_end):
+                if fetched and (not overlap or unit >= brought_end):
                     prefetch_scales(scales, scale_stride, tile, k, columns, lane)
                 ptx.warp_sync()
                 unit = uint32(unit + uint32(1))
@@ -445,7 +503,7 @@ def matmul_stream_kernel(
         sums = cuda.local.array(values, float32)
         scale = cuda.local.array(scale_count, float32)
         ahead = cuda.local.array(scale_count, float32)
-        scale_rows = cuda.local.array(scale_count, uint64)
+        scale_places = cuda.local.array(scale_rows, uint64)
         quad = uint32(lane & uint32(3))
         quad_row = uint32(lane >> uint32(2))
         # where a lane reads in its warp's rows and in x; pieces are exchanged by XOR with the row's last three bits
@@ -465,7 +523,18 @@ def matmul_stream_kernel(
                 + uint32(uint32(quad & uint32(1)) << uint32(3))
             )
         constants = widening_constants(uint32(base + uint32(constants_at)))
+        team = uint32(0)
+        turn = uint32(0)  # of the team that has the block's next stage
+        first_team = True
+        if teams > 1:
+            team = uint32(warp // uint32(consumers))
+            first_team = team == uint32(0)
+            warp = uint32(warp - uint32(team * uint32(consumers)))
+            stage = team
         warp_bytes = uint32(warp * uint32(column_tiles * FRAGMENT_BYTES))
+        warp_scales = uint32(
+            uint32(uint32(warp * uint32(column_tiles * FRAGMENT_COLUMNS)) + quad_row) * uint32(SCALE_BYTES)
+        )
         warp_column = uint32(uint32(warp * uint32(column_tiles * FRAGMENT_COLUMNS)) + quad_row)
         while unit < end:
             first_unit = uint32(unit - step)
@@ -475,44 +544,64 @@ def matmul_stream_kernel(
             slot = uint32(uint32(block << uint32(1)) + (uint32(1) if step == uint32(0) else uint32(0)))
             for i in range(values):
                 sums[i] = float32(0.0)
-            if groups:
-                for i in range(scale_count):
+            if fetched:
+                for i in range(scale_rows):
                     column = min(uint32(first_column + warp_column + uint32(8 * i)), columns - uint32(1))
-                    scale_rows[i] = ptx.address(scales, int64(column) * scale_stride)
+                    scale_places[i] = ptx.address(scales, int64(column) * scale_stride)
                     if scales_in_order:
                         in_step = uint32(quad & uint32(scale_groups - 1))
                         first_scale = uint32(uint32(step * uint32(scale_groups)) + in_step)
-                        scale_rows[i] += uint64(uint32(first_scale << uint32(2)))
+                        scale_places[i] += uint64(uint32(first_scale << uint32(2)))
                     ahead[i] = float32(0.0)
-                load_scales(scale_rows, step, depth, ahead)
+                load_scales(scale_places, step, depth, ahead)
             if overlap:
                 # before anything is written; where x has come it is over
                 ptx.griddep_wait()
             unit = uint32(first_unit + last)
+            if teams > 1:
+                next_turn = uint32(uint32(turn + uint32(last - step)) % uint32(teams))
+                step = uint32(step + uint32(uint32(uint32(team + uint32(teams)) - turn) % uint32(teams)))
+                turn = next_turn
             while step < last:
-                if groups:
-                    for i in range(scale_count):
+                if fetched:
+                    for i in range(scale_rows):
                         scale[i] = ahead[i]
-                    load_scales(scale_rows, uint32(step + uint32(1)), depth, ahead)
+                    load_scales(scale_places, uint32(step + uint32(1)), depth, ahead)
                 full = uint32(base + uint32(stage << uint32(3)))
                 mbarrier_wait(full, parity)
-                w = uint32(ring + uint32(stage * uint32(stage_bytes)))
+                w = uint32(ring + uint32(stage * uint32(stage_stride)))
+                if scale_boxes:
+                    read_scales(uint32(w + uint32(scales_at) + warp_scales), scale)
                 multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
                 ptx.warp_sync()
                 if lane == uint32(0):
                     mbarrier_arrive(uint32(full + uint32(free_at - full_at)))
-                step = uint32(step + uint32(1))
-                stage = uint32(stage + uint32(1))
-                if stage == uint32(stages):
-                    stage = uint32(0)
+                step = uint32(step + uint32(teams))
+                stage = uint32(stage + uint32(teams))
+                if stage >= uint32(stages) if teams > 1 else stage == uint32(stages):
+                    stage = team
                     parity = uint32(parity ^ uint32(1))
 
+            if teams > 1:
+                own = uint32(
+                    base + uint32(sums_at) + uint32(uint32(warp * uint32(values * ptx.WARP)) + lane << uint32(2))
+                )
+                for i in range(values):
+                    place = uint32(own + uint32(team * uint32(team_bytes)) + uint32(4 * ptx.WARP * i))
+                    ptx.st_shared(place, ptx.bits_from_float(sums[i]))
+                barrier_sync(uint32(1), uint32(consumer_threads))
+                if first_team:
+                    for other in range(1, teams):
+                        for i in range(values):
+                            sums[i] += ptx.ld_shared_f32(uint32(own + uint32(other * team_bytes + 4 * ptx.WARP * i)))
+                barrier_sync(uint32(1), uint32(consumer_threads))
             step = uint32(0)
             if direct_gated and whole:
                 warp_first = uint32(first_column + warp_column)
-                store_gated(
-                    sums, lane, warp_first, rows, columns, scales, scale_stride, bias, residual, out, out_stride
-                )
+                if first_team:
+                    store_gated(
+                        sums, lane, warp_first, rows, columns, scales, scale_stride, bias, residual, out, out_stride
+                    )
                 tile = uint32(tile + uint32(1))
                 continue
             for c in range(column_tiles):
@@ -521,7 +610,7 @@ def matmul_stream_kernel(
                         row = row_of(quad, t, j % 2)
                         column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
                         y_column = uint32(first_column + column)
-                        if row < rows and y_column < columns:
+                        if row < rows and y_column < columns and first_team:
                             if direct_one and whole:
                                 store(
                                     (sums[4 * (c * row_tiles + t) + j],),
@@ -597,29 +686,48 @@ def plan(
     group_size,
     epilogue,
     sm_count,
-    shape=(1, 8),
+    shape=(1, 8, 1),
     ring_bytes=None,
     on_one=1,
     overlap=False,
+    scale_maps=False,
 ):
     """rows up to MOST_ROWS; weight, group_size (0 where there is none) and overlap as ``matmul_stream_kernel``.
 
-    shape: its column_tiles and consumers; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
+    shape: its column_tiles, consumers and teams; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
+    scale_maps: a tensor map can describe the scales.
     """
-    column_tiles, consumers = shape
+    column_tiles, consumers, teams = shape
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     row_tiles = 1
     while FRAGMENT_ROWS * row_tiles < rows:
         row_tiles *= 2
     if ring_bytes is None:
-        ring_bytes = OVERLAP_RING_BYTES if overlap and _two_fit(weight, row_tiles) else RING_BYTES
-    stage_bytes = _stage_bytes(weight, row_tiles, tile_n)
-    stages = ring_bytes // stage_bytes
+        beside = overlap and _two_fit(weight, row_tiles) and depth <= OVERLAP_MOST_DEPTH
+        ring_bytes = OVERLAP_RING_BYTES if beside else RING_BYTES
+    scale_boxes = scale_maps and group_size in BOXED_GROUPS
+    stage_stride = _stage_stride(_stage_bytes(weight, row_tiles, tile_n, scale_boxes))
+    stages = ring_bytes // stage_stride // teams * teams
     blocks = blocks_for(*cut(columns, depth, weight, tile_n), sm_count * on_one)
     # in front of the ring its mbarriers, and what is lost to alignment
-    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_bytes
-    constants = (dtype, weight, group_size, row_tiles, column_tiles, consumers, stages, epilogue, overlap)
-    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), ((consumers + 1) * ptx.WARP, 1, 1), shared_bytes)
+    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_stride
+    if teams > 1:
+        shared_bytes += teams * consumers * 4 * row_tiles * column_tiles * ptx.WARP * 4
+    constants = (
+        dtype,
+        weight,
+        group_size,
+        row_tiles,
+        column_tiles,
+        consumers,
+        stages,
+        teams,
+        scale_boxes,
+        epilogue,
+        overlap,
+    )
+    threads = (teams * consumers + 1) * ptx.WARP
+    return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), (threads, 1, 1), shared_bytes)
 
 
 def blocks_for(tiles, steps, most_blocks):
@@ -637,7 +745,7 @@ def cut(columns, depth, weight, tile_n):
 
 def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     """Launch what ``plan`` chose; arrays as ``matmul.multiply``, scales float32 [columns, groups] or None."""
-    _, kind, _, row_tiles, column_tiles, consumers, *_ = chosen.constants
+    _, kind, _, row_tiles, column_tiles, consumers, _, _, scale_boxes, *_ = chosen.constants
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     rows, depth = x.shape
     columns = weight.shape[0]
@@ -649,11 +757,13 @@ def launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream):
     if not direct or extra or share % steps:
         partial = memory.empty((2 * blocks * rows * tile_n,), np.dtype(np.float32), stream)
         counters = memory.counters(tiles, stream)
+    weight_map = tensor_map(weight, (tile_n, step_columns(kind)), device=device)
     launch(
         chosen,
         (
-            tensor_map(weight, (tile_n, step_columns(kind)), device=device),
+            weight_map,
             tensor_map(x, (FRAGMENT_ROWS * row_tiles, X_BOX), device=device),
+            tensor_map(scales, (tile_n, SCALE_BYTES // 4), 0, device=device) if scale_boxes else weight_map,
             0 if scales is None else scales.pointer,
             0 if bias is None else bias.pointer,
             0 if residual is None else residual.pointer,

@@ -11,7 +11,9 @@ A product runs on its own until it is waited for. The order around it:
 
     hold(sums, 0); wgmma_fence(); update(sums, 0, …) …; wgmma_commit(); …; wgmma_wait(0); hold(sums, 0)
 
-``hold`` keeps the compiler from computing with the sums on the wrong side. A descriptor says where an operand lies, with offsets
+``hold`` keeps the compiler from computing with the sums on the wrong side. Words of an operand a are read while the product runs,
+which the assembler does not reckon with where this lasts into a loop's next turn: it gives their registers to other values.
+``wgmma_words_until`` keeps them. A descriptor says where an operand lies, with offsets
 in units of 16 bytes; PTX ISA, "Matrix descriptor":
 
     bits 0-13 address   16-29 leading offset   32-45 stride offset   62-63 swizzle: 1, 2, 3 for 128, 64, 32 bytes
@@ -36,6 +38,7 @@ __all__ = [
     "wgmma_fence",
     "wgmma_update",
     "wgmma_wait",
+    "wgmma_words_until",
 ]
 
 void = types.void
@@ -168,3 +171,22 @@ def wgmma_update(name, columns, *, a="shared", a_transposed=False, b_transposed=
         return void(sums, types.int64, uint64, uint64, uint32), emit
 
     return update
+
+
+@intrinsic
+def wgmma_words_until(typingctx, words, at, never):
+    """Words [at, at + 4) of a local array keep their registers up to here; behind the wait for the products that read them.
+
+    never: a uint32 that is 0, which the assembler must not know.
+    """
+    text = "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.shared.v4.b32 [$4], {$0, $1, $2, $3}; }"
+    asm_type = ir.FunctionType(ir.VoidType(), [ir.IntType(32)] * 5)
+
+    def emit(context, builder, signature, arguments):
+        words, at, never = arguments
+        places = elements(context, builder, signature.args[0], words, at, 4)
+        asm = ir.InlineAsm(asm_type, text, "r,r,r,r,r,~{memory}", side_effect=True)
+        builder.call(asm, [*(builder.load(p) for p in places), never], attrs=("nounwind",))
+        return context.get_dummy_value()
+
+    return void(words, types.int64, uint32), emit
