@@ -17,6 +17,10 @@ block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' wort
 
         memory:  |.. head|piece|piece| ... |piece|tail ..|  <->  shared memory at the same distance from such an address
 
+    streamed  wide, for long rows (sm_90): blocks stay and take row after row, which bulk copies bring ahead into a ring of slots
+
+        memory:  |row 0|row 1|row 2| ...  ->  |slot 0|slot 1|slot 2|  ->  registers  ->  memory
+
 The walk is chosen by the row's length and the alignment, never by the number of rows, and strided and staged sum alike: a row
 gives the same bits in any batch. 16-bit elements are held as they are in memory, two to a register, and widened whenever they
 are used: widening is cheap, and registers are what bounds the bytes on their way.
@@ -27,13 +31,15 @@ import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from numba import cuda, float32, int64, uint32, uint64
+from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import conversions, pair_conversions, vector_width
 from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
+from nbkernels.ptx.bulk import bulk_load
 from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
+from nbkernels.ptx.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
 
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
@@ -52,6 +58,17 @@ MOST_BLOCKS = 8
 FEWEST_THREADS = 4
 # From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
 STAGED_COLUMNS = 256
+# Streamed are rows from this many bytes on, by the number of arrays that are read; None: never.
+STREAMED_BYTES = {1: 32768, 2: 32768}
+# 16-byte pieces of a block's part of a row, of all arrays together, and the slots for such parts. As much in flight as memory
+# needs (some 64 KB a multiprocessor) while one part is worked on: more blocks share a longer row.
+STREAMED_PIECES = 4096
+STREAMED_SLOTS = 3
+# of a multiprocessor with compute capability 9.0, less what the system and the reductions take of it for each block
+RING_BYTES = 228 * 1024
+BLOCK_BYTES = 6 * 1024
+# Multiprocessors that clusters of four and more share: a graphics processing cluster has 16 or 18 of them.
+CLUSTER_REACH = 16
 
 
 def _power_of_two(n):
@@ -60,12 +77,12 @@ def _power_of_two(n):
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0):
+def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0, most=None):
     """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
     clusters: whether blocks can share a row; few: chunks a thread that suit short rows; spare: chunks' registers that the largest
-    blocks need for other things. As measured on an H200
-    (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long ones more, so that few
+    blocks need for other things; most: 16-byte pieces of a row that a block takes at most, where that is less than it can hold.
+    As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long ones more, so that few
     threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block cannot hold, and then has
     two blocks a multiprocessor where they hold it.
     """
@@ -78,6 +95,10 @@ def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0):
     if clusters and pieces > block_pieces:
         shared = block_pieces if block_pieces == LONGEST_WIDE * MOST_CHUNKS else SHARED_PIECES
         cluster = min(MOST_BLOCKS, _power_of_two(-(-pieces // shared)))
+    if most is not None:
+        cluster = _power_of_two(-(-pieces // min(most, block_pieces)))
+        if cluster > MOST_BLOCKS:
+            return None
     pieces = -(-pieces // cluster)
     short, few, more = (128, few, 4) if arrays == 1 else (256, 1, 3)
     wanted = few if pieces <= short else more
@@ -103,12 +124,32 @@ def resident(threads, words, walk):
     return max(1, kept // threads)
 
 
-def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clusters=False, few=2, spare=0):
+def plan_rows(
+    held,
+    tiled,
+    rows,
+    columns,
+    dtype,
+    walk,
+    options=(),
+    arrays=1,
+    clusters=False,
+    few=2,
+    spare=0,
+    streamed=None,
+    sm_count=0,
+):
     """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
 
+    Where rows are long, and sm_count is ``streaming``'s and not 0: factory ``streamed``, with constants of ``plan_streamed``.
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
     walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
     """
+    longest = STREAMED_BYTES[arrays]
+    if streamed and sm_count and walk == "wide" and longest is not None and columns * dtype.itemsize >= longest:
+        part = split(columns, dtype, walk, arrays, True, few, spare, STREAMED_PIECES // arrays)
+        if part is not None:
+            return plan_streamed(streamed, rows, dtype, part, options, arrays, sm_count)
     part = split(columns, dtype, walk, arrays, clusters, few, spare)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
@@ -129,6 +170,31 @@ def plan_rows(held, tiled, rows, columns, dtype, walk, options=(), arrays=1, clu
     )
     shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
     return Plan(held, constants, (-(-rows // rows_per_block) * cluster, 1, 1), (block, 1, 1), shared)
+
+
+def plan_streamed(factory, rows, dtype, part, options, arrays, sm_count, slots=STREAMED_SLOTS, kept=None):
+    """The Plan of a persistent grid: factory gets (dtype, threads, chunks, resident blocks, blocks a row, slots, *options).
+
+    part: (threads, chunks, blocks a row); slots: at most, of each block; kept: resident blocks, else those of ``resident``.
+    """
+    threads, chunks, cluster = part
+    kept = kept or resident(threads, 4 * chunks * arrays, "wide")
+    row_bytes = threads * chunks * 16 * arrays
+    slots = max(1, min(slots, (RING_BYTES // kept - BLOCK_BYTES) // row_bytes))
+    # clusters that cannot run at once with the others would run after them, and take as long as all
+    reach = sm_count if cluster <= 2 else max(sm_count // CLUSTER_REACH * CLUSTER_REACH, 1)
+    at_once = max(1, reach * kept // cluster)
+    constants = (dtype, threads, chunks, kept, cluster, slots, *options)
+    # slots begin at multiples of 128 bytes
+    return Plan(factory, constants, (min(rows, at_once) * cluster, 1, 1), (threads, 1, 1), slots * row_bytes + 128)
+
+
+def streaming(device):
+    """The multiprocessors of a Device on which long rows are streamed, for ``plan_rows``; 0 on others.
+
+    Bulk copies exist from compute capability 9.0 on, but consumers' later GPUs have not the shared memory for long rows.
+    """
+    return device.sm_count if parse_arch(device.arch)[:2] in ((9, 0), (10, 0)) else 0
 
 
 def has_clusters(device):
@@ -190,14 +256,12 @@ def entrance(cluster):
 
     No block writes to another's shared memory before that one runs.
     """
-    if cluster > 1:
-        return cluster_arrive, cluster_wait
+    return (cluster_arrive, cluster_wait) if cluster > 1 else (nothing, nothing)
 
-    @cuda.jit(device=True, inline="always")
-    def nothing():
-        pass
 
-    return nothing, nothing
+@cuda.jit(device=True, inline="always")
+def nothing():
+    pass
 
 
 class Access(NamedTuple):
@@ -579,6 +643,95 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
         cuda.syncthreads()
 
     return Access(chunks * words, begin, load, get, anew, whole, inside, put, flush)
+
+
+class Stream(NamedTuple):
+    """Long rows on their way through a ring of slots in shared memory. Each block takes its part of every step-th row.
+
+    step(): rows between two of a block
+    begin(rows_of, row, rows, first, columns): make the ring ready and send for the first rows, from ``row`` on -> ring
+    take(rows_of, row, rows, first, columns, ring, turn, thread, held): held[:] = the thread's part of ``row``, the block's
+        turn-th; zeros past ``columns``. The slot is then free, and the row after those on their way is sent for
+
+    rows_of: (x, x_stride, residual, residual_stride), in elements; first, columns: of the block's part; ring: two addresses.
+    held has the words of the wide walk: those of both arrays if their elements have 16 bits, else those of their sum.
+    A block meets its own threads once in ``take``: shared memory of theirs that was read before it may be written after it.
+    """
+
+    step: object
+    begin: object
+    take: object
+
+
+@cache
+def stream(dtype, threads, chunks, cluster, slots, arrays):
+    """The Stream of one or two arrays."""
+    itemsize = dtype.itemsize
+    width = vector_width(dtype)
+    words = 4 * chunks
+    array_bytes = 16 * threads * chunks
+    slot_bytes = arrays * array_bytes
+    summed = itemsize == 4  # two float32 arrays are held as their sum
+
+    @cuda.jit(device=True, inline="always")
+    def step():
+        return int64(uint32(uint32(cuda.gridDim.x) // uint32(cluster)))
+
+    @cuda.jit(device=True, inline="always")
+    def send(rows_of, row, first, columns, ring, slot):
+        x, x_stride, residual, residual_stride = rows_of
+        to, barrier = uint32(ring[0] + uint32(slot * uint32(slot_bytes))), uint32(ring[1] + uint32(slot << uint32(3)))
+        copied = uint32(columns * uint32(itemsize))
+        mbarrier_expect(barrier, uint32(copied * uint32(arrays)))
+        bulk_load(to, ptx.address(x, row * x_stride + int64(first)), copied, barrier)
+        if arrays == 2:
+            source = ptx.address(residual, row * residual_stride + int64(first))
+            bulk_load(uint32(to + uint32(array_bytes)), source, copied, barrier)
+
+    @cuda.jit(device=True, inline="always")
+    def begin(rows_of, row, rows, first, columns):
+        base = ptx.shared_address(cuda.shared.array(0, uint8))
+        barriers = ptx.shared_address(cuda.shared.array(slots, uint64))
+        ring = (uint32(uint32(base + uint32(127)) & uint32(0xFFFFFF80)), barriers)
+        if uint32(cuda.threadIdx.x) == uint32(0):
+            for s in range(slots):
+                mbarrier_init(uint32(barriers + uint32(8 * s)), uint32(1))
+            fence_mbarrier_init()
+            for s in range(slots):
+                ahead = row + int64(s) * step()
+                if ahead < rows:
+                    send(rows_of, ahead, first, columns, ring, uint32(s))
+        cuda.syncthreads()
+        return ring
+
+    @cuda.jit(device=True, inline="always")
+    def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+        slot = uint32(turn % uint32(slots))
+        mbarrier_wait(
+            uint32(ring[1] + uint32(slot << uint32(3))), uint32(uint32(turn // uint32(slots)) & uint32(1))
+        )
+        own = uint32(uint32(ring[0] + uint32(slot * uint32(slot_bytes))) + uint32(thread << uint32(4)))
+        for a in range(arrays):
+            for c in range(chunks):
+                inside = uint32(uint32(uint32(c * threads) + thread) * uint32(width)) < columns
+                to = 4 * c if summed else a * words + 4 * c
+                if inside:
+                    loaded = ptx.ld_shared_v4(uint32(own + uint32(a * array_bytes + 16 * c * threads)))
+                    for j in range(4):
+                        if summed and a == 1:
+                            both = ptx.float_from_bits(held[to + j]) + ptx.float_from_bits(loaded[j])
+                            held[to + j] = ptx.bits_from_float(both)
+                        else:
+                            held[to + j] = loaded[j]
+                elif not (summed and a == 1):
+                    for j in range(4):
+                        held[to + j] = uint32(0)
+        cuda.syncthreads()
+        ahead = row + int64(slots) * step()
+        if uint32(cuda.threadIdx.x) == uint32(0) and ahead < rows:
+            send(rows_of, ahead, first, columns, ring, slot)
+
+    return Stream(step, begin, take)
 
 
 @cache
