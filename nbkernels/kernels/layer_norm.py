@@ -15,6 +15,8 @@ The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation. That i
 of the deviations is taken off as well, and off their squares (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
 variance", corrected two-pass).
 
+On sm_90 long rows are streamed: the same, row after row, while the next ones are on their way into shared memory.
+
 A row beyond a block's registers is walked twice, tile by tile: there the mean of the first tile stands for the row's. The mean of
 k among n elements lies within sqrt(n / k) standard deviations of the row's, whatever the row holds (k times the square of the
 distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
@@ -34,11 +36,14 @@ from nbkernels.kernels.rows import (
     choose_walk,
     entrance,
     has_clusters,
+    nothing,
     place,
     plan_rows,
     reductions,
     row_access,
     several_sums,
+    stream,
+    streaming,
 )
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
@@ -46,34 +51,30 @@ from nbkernels.launch.launcher import launch
 SUMS_SCRATCH = 3 * SCRATCH
 
 
-def layer_norm_kernel(
+def _layer_norm_row(
     dtype,
     walk,
     threads,
     chunks,
-    rows_per_block,
-    resident,
     cluster,
+    source,
+    access,
+    entered,
     parameter_dtype,
     has_weight,
     has_bias,
     has_residual,
     quantised,
 ):
-    """Rows in registers.
+    """(one_row, sums a row, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
 
-    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    scratches: shared memory of three reductions, the second of as many sums. start: the block's first column.
     """
     width = vector_width(dtype)
     # 16-bit values have so few digits that a float32 holds their mean well enough
     corrected = dtype.itemsize == 4
     sum_count = 2 if corrected else 1
-    locate = place(threads, rows_per_block, cluster, width)
-    enter, entered = entrance(cluster)
-    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
-    words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
-    access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
+    words, _, get, anew = source
     whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
     scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
     row_sum, _ = reductions(threads, cluster)
@@ -94,45 +95,37 @@ def layer_norm_kernel(
     result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
     largest, divisor, again, put_result, flush_result = result[:5]
 
-    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
-    def layer_norm(
-        x: ptx.pointer(dtype),
-        weight: ptx.pointer(parameter_dtype or dtype),
-        bias: ptx.pointer(parameter_dtype or dtype),
-        residual: ptx.pointer(dtype),
-        y: result.y,
-        total: ptx.pointer(dtype),
-        rows: int64,
-        columns: uint32,
-        x_stride: int64,
-        residual_stride: int64,
-        y_stride: int64,
-        total_stride: int64,
-        inverse_columns: float32,
-        eps: float32,
-        scales: result.scales,
-        scales_stride: result.scales_stride,
+    @cuda.jit(device=True, inline="always")
+    def one_row(
+        held,
+        weight,
+        bias,
+        y,
+        y_start,
+        total,
+        total_start,
+        scales,
+        scales_stride,
+        row,
+        start,
+        thread,
+        here,
+        inverse_columns,
+        eps,
+        scratches,
     ):
-        mean_scratch = cuda.shared.array(scratch_size, float32)
-        sums_scratch = cuda.shared.array(sums_size, float32)
-        again_scratch = cuda.shared.array(scratch_size, float32)
-        held = cuda.local.array(words, uint32)
+        mean_scratch, sums_scratch, again_scratch = scratches
         values = cuda.local.array(width, float32)
         sums = cuda.local.array(sum_count, float32)
-        enter()
-        row, thread, first, here = locate(rows, columns)
-        start = int64(first)
-        read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
-
         mean = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
             if has_residual:
-                put(total, row * total_stride + start, thread, here, c, values)
+                put(total, total_start, thread, here, c, values)
             for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
                 mean = ptx.fma(values[j], inverse_columns, mean)
         if has_residual:
-            flush(total, row * total_stride + start, thread, here)
+            flush(total, total_start, thread, here)
         entered()
         mean = row_sum(mean, mean_scratch)
 
@@ -158,10 +151,176 @@ def layer_norm_kernel(
         again(held)
         for c in range(chunks):
             normalise(held, c, values, weight, bias, start, thread, here, statistics)
-            put_result(y, row * y_stride + start, thread, here, c, values, step)
-        flush_result(y, row * y_stride + start, thread, here)
+            put_result(y, y_start, thread, here, c, values, step)
+        flush_result(y, y_start, thread, here)
+
+    return one_row, sum_count, result
+
+
+def layer_norm_kernel(
+    dtype,
+    walk,
+    threads,
+    chunks,
+    rows_per_block,
+    resident,
+    cluster,
+    parameter_dtype,
+    has_weight,
+    has_bias,
+    has_residual,
+    quantised,
+):
+    """Rows in registers.
+
+    threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
+    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, rows_per_block, cluster, width)
+    enter, entered = entrance(cluster)
+    source = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    words, read = source[:2]
+    access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
+    one_row, sum_count, result = _layer_norm_row(
+        dtype, walk, threads, chunks, cluster, source, access, entered, *options
+    )
+    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
+
+    @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
+    def layer_norm(
+        x: ptx.pointer(dtype),
+        weight: ptx.pointer(parameter_dtype or dtype),
+        bias: ptx.pointer(parameter_dtype or dtype),
+        residual: ptx.pointer(dtype),
+        y: result.y,
+        total: ptx.pointer(dtype),
+        rows: int64,
+        columns: uint32,
+        x_stride: int64,
+        residual_stride: int64,
+        y_stride: int64,
+        total_stride: int64,
+        inverse_columns: float32,
+        eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
+    ):
+        mean_scratch = cuda.shared.array(scratch_size, float32)
+        sums_scratch = cuda.shared.array(sums_size, float32)
+        again_scratch = cuda.shared.array(scratch_size, float32)
+        held = cuda.local.array(words, uint32)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
+        read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
+        one_row(
+            held,
+            weight,
+            bias,
+            y,
+            row * y_stride + start,
+            total,
+            row * total_stride + start,
+            scales,
+            scales_stride,
+            row,
+            start,
+            thread,
+            here,
+            inverse_columns,
+            eps,
+            (mean_scratch, sums_scratch, again_scratch),
+        )
 
     return layer_norm
+
+
+def streamed_layer_norm_kernel(
+    dtype,
+    threads,
+    chunks,
+    resident,
+    cluster,
+    slots,
+    parameter_dtype,
+    has_weight,
+    has_bias,
+    has_residual,
+    quantised,
+):
+    """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
+
+    Its threads meet between two uses of a reduction's shared memory, so that no row needs its own.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, 1, cluster, width)
+    enter, entered = entrance(cluster)
+    source = norm.source(dtype, "wide", threads, chunks, has_residual)
+    words = source.words
+    access = row_access(dtype, width, "wide", threads, chunks)
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
+    one_row, sum_count, result = _layer_norm_row(
+        dtype, "wide", threads, chunks, cluster, source, access, nothing, *options
+    )
+    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
+    step, begin, take = stream(dtype, threads, chunks, cluster, slots, 2 if has_residual else 1)
+
+    @kernel(launch_bounds=(threads, resident), cluster=cluster)
+    def streamed_layer_norm(
+        x: ptx.pointer(dtype),
+        weight: ptx.pointer(parameter_dtype or dtype),
+        bias: ptx.pointer(parameter_dtype or dtype),
+        residual: ptx.pointer(dtype),
+        y: result.y,
+        total: ptx.pointer(dtype),
+        rows: int64,
+        columns: uint32,
+        x_stride: int64,
+        residual_stride: int64,
+        y_stride: int64,
+        total_stride: int64,
+        inverse_columns: float32,
+        eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
+    ):
+        mean_scratch = cuda.shared.array(scratch_size, float32)
+        sums_scratch = cuda.shared.array(sums_size, float32)
+        again_scratch = cuda.shared.array(scratch_size, float32)
+        held = cuda.local.array(words, uint32)
+        enter()
+        row, thread, first, here = locate(rows, columns)
+        start = int64(first)
+        rows_of = (x, x_stride, residual, residual_stride)
+        ring = begin(rows_of, row, rows, first, here)
+        entered()
+        turn = uint32(0)
+        while row < rows:
+            take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            one_row(
+                held,
+                weight,
+                bias,
+                y,
+                row * y_stride + start,
+                total,
+                row * total_stride + start,
+                scales,
+                scales_stride,
+                row,
+                start,
+                thread,
+                here,
+                inverse_columns,
+                eps,
+                (mean_scratch, sums_scratch, again_scratch),
+            )
+            row += step()
+            turn = uint32(turn + uint32(1))
+
+    return streamed_layer_norm
 
 
 def tiled_layer_norm_kernel(
@@ -296,10 +455,11 @@ def plan(
     has_residual=False,
     clusters=False,
     quantised=False,
+    sm_count=0,
 ):
     """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's.
 
-    quantised: y is int8 with a scale a row.
+    quantised: y is int8 with a scale a row; sm_count: ``rows.streaming``'s.
     """
     options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
     arrays = 2 if has_residual else 1
@@ -315,6 +475,8 @@ def plan(
         clusters,
         few=4,
         spare=1,
+        streamed=streamed_layer_norm_kernel,
+        sm_count=sm_count,
     )
 
 
@@ -349,5 +511,6 @@ def run(x, weight, bias, residual, out, scales, total, eps, device, stream):
         residual is not None,
         has_clusters(device),
         quantised,
+        streaming(device),
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, scales, total, eps), device, stream)

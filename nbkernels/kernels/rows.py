@@ -707,9 +707,7 @@ def stream(dtype, threads, chunks, cluster, slots, arrays):
     @cuda.jit(device=True, inline="always")
     def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
         slot = uint32(turn % uint32(slots))
-        mbarrier_wait(
-            uint32(ring[1] + uint32(slot << uint32(3))), uint32(uint32(turn // uint32(slots)) & uint32(1))
-        )
+        mbarrier_wait(uint32(ring[1] + uint32(slot << uint32(3))), uint32(uint32(turn // uint32(slots)) & uint32(1)))
         own = uint32(uint32(ring[0] + uint32(slot * uint32(slot_bytes))) + uint32(thread << uint32(4)))
         for a in range(arrays):
             for c in range(chunks):
