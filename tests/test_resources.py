@@ -34,6 +34,21 @@ PLANS = {
         4096, columns, dtype, walk, dtype, True, True, True, clusters
     ),
 }
+# long rows as an H200's multiprocessors stream them
+STREAMED = {
+    "softmax": lambda columns, dtype: softmax.plan(4096, columns, dtype, "wide", True, 132),
+    "rms_norm": lambda columns, dtype: rms_norm.plan(4096, columns, dtype, "wide", dtype, False, True, False, 132),
+    "rms_norm, residual": lambda columns, dtype: rms_norm.plan(
+        4096, columns, dtype, "wide", dtype, True, True, False, 132
+    ),
+    "rms_norm, int8": lambda columns, dtype: rms_norm.plan(4096, columns, dtype, "wide", dtype, False, True, True, 132),
+    "layer_norm": lambda columns, dtype: layer_norm.plan(
+        4096, columns, dtype, "wide", dtype, True, True, False, True, False, 132
+    ),
+    "layer_norm, residual": lambda columns, dtype: layer_norm.plan(
+        4096, columns, dtype, "wide", dtype, True, True, True, True, False, 132
+    ),
+}
 # bytes stored and loaded a thread: norms in int8 go over their registers once more, and a few words are put away in some of the
 # instances that have no register to spare, two arrays' on sm_80 above all
 SPILLED = {"rms_norm, int8": 16, "rms_norm, residual, int8": 48, "layer_norm, residual, int8": 80}
@@ -70,6 +85,21 @@ def test_rows_spill_nothing(operation, dtype, capsys):
             if used.spill_bytes > SPILLED.get(operation, 0) or (used.stack_bytes and operation not in SPILLED):
                 spilling.append((columns, arch, used))
     assert not spilling
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("operation", STREAMED)
+def test_streamed_rows_spill_nothing_and_are_all_resident(operation, dtype):
+    """A persistent grid's blocks are on the GPU at the same time, with their rings. Spills: what ``SPILLED`` says."""
+    for columns in (16384, 32768, 131072):
+        plan = STREAMED[operation](columns, dtype)
+        assert plan.factory.__name__.startswith("streamed")
+        used = resources(plan.factory, plan.constants, "sm_90a")
+        kept = plan.constants[3]
+        assert occupancy(used, plan.block[0], plan.shared_bytes, "sm_90a")[0] >= kept
+        assert plan.grid[0] <= 132 * kept
+        assert used.spill_bytes <= SPILLED.get(operation, 0)
+        assert not used.stack_bytes or operation in SPILLED
 
 
 def test_occupancy_by_hand():

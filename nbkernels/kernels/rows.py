@@ -82,9 +82,9 @@ def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0, most=N
 
     clusters: whether blocks can share a row; few: chunks a thread that suit short rows; spare: chunks' registers that the largest
     blocks need for other things; most: 16-byte pieces of a row that a block takes at most, where that is less than it can hold.
-    As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long ones more, so that few
-    threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block cannot hold, and then has
-    two blocks a multiprocessor where they hold it.
+    As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long
+    ones more, so that few threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block
+    cannot hold, and then has two blocks a multiprocessor where they hold it.
     """
     pieces = -(-columns // vector_width(dtype))
     wide_elements = dtype.itemsize == 4

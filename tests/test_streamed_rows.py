@@ -1,0 +1,198 @@
+"""Long rows that blocks stream through shared memory (sm_90): the bits of the walk that they stand for, and the plan."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from compare import BOUND, poisoned, random, relative_error, to_device, to_host
+
+import nbkernels as nbk
+from nbkernels import reference
+from nbkernels.kernels import layer_norm, norm, rms_norm, softmax
+from nbkernels.kernels.rows import plan_rows, plan_streamed
+from nbkernels.launch.launcher import Plan, launch
+
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+THREADS, CHUNKS = 64, 2
+
+
+@pytest.fixture(params=["sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
+def hopper(request):
+    chosen = nbk.device("cuda") if request.param == "cuda" else nbk.device("emulator", arch="sm_90a")
+    with chosen as on:
+        if on.arch != "sm_90a":
+            pytest.skip("bulk copies need sm_90")
+        yield on
+
+
+def held_and_streamed(held, streamed, rows, dtype, options, arrays, blocks, slots, cluster):
+    """The Plans of the same part of a row a thread, one with a block or cluster a row and one with ``blocks`` that stay."""
+    constants = (dtype, "wide", THREADS, CHUNKS, 1, 1, cluster, *options)
+    part = (THREADS, CHUNKS, cluster)
+    reach = blocks * cluster if cluster <= 2 else 16 * -(-blocks * cluster // 16)
+    plan = plan_streamed(streamed, rows, dtype, part, options, arrays, reach, slots, 1)
+    assert plan.constants[5] == slots and plan.grid[0] == min(rows, blocks) * cluster
+    return Plan(held, constants, (rows * cluster, 1, 1), (THREADS, 1, 1), 0), plan
+
+
+def columns_of(dtype, cluster):
+    """A length that leaves some of the last block's chunks empty, and part of one."""
+    return (THREADS * CHUNKS * cluster - 19) * (16 // dtype.itemsize)
+
+
+def view(array, dtype):
+    """The array on the device as columns of wider rows, a multiple of 16 bytes apart."""
+    rows, columns = array.shape
+    wider = np.full((rows, columns + 32), np.nan, np.float32).astype(dtype)
+    wider[:, 16 : 16 + columns] = array
+    return to_device(wider)[:, 16 : 16 + columns]
+
+
+def bits(array):
+    found = np.ascontiguousarray(to_host(array))
+    return found.view(np.uint8)
+
+
+# rows, blocks, slots, blocks a row: 11 rows turn a ring of three, two and one slots more than once
+RINGS = [
+    pytest.param(11, 2, 3, 1, id="the ring turns"),
+    pytest.param(11, 3, 2, 1, id="two slots, blocks of unequal numbers of rows"),
+    pytest.param(5, 2, 1, 1, id="one slot"),
+    pytest.param(1, 4, 3, 1, id="one row"),
+    pytest.param(2, 4, 3, 1, id="fewer rows than blocks"),
+    pytest.param(7, 1, 3, 2, id="a cluster of two"),
+    pytest.param(9, 4, 2, 4, id="clusters of four"),
+]
+rings = pytest.mark.parametrize(("rows", "blocks", "slots", "cluster"), RINGS)
+dtypes = pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+
+
+@dtypes
+@rings
+def test_softmax_has_the_same_bits(hopper, rows, blocks, slots, cluster, dtype):
+    columns = columns_of(dtype, cluster)
+    x = random((rows, columns), F32, seed=1)
+    x[0, :40] = -np.inf
+    x[-1, 7] = np.nan if rows > 1 else 3
+    x = view(x.astype(dtype), dtype)
+    plans = held_and_streamed(
+        softmax.softmax_kernel, softmax.streamed_softmax_kernel, rows, dtype, (), 1, blocks, slots, cluster
+    )
+    results = []
+    for plan in plans:
+        y = poisoned((rows, columns), dtype)
+        launch(plan, (x.pointer, y.pointer, rows, columns, x.strides[0], y.strides[0], 0.7), hopper)
+        results.append(bits(y))
+    np.testing.assert_array_equal(*results)
+
+
+def norm_bits(hopper, plans, rows, columns, dtype, residual, vectors, quantised=False):
+    """The bits of all results by each plan. A row of huge values is summed again, and one of NaN gives NaN."""
+    x = random((rows, columns), F32, seed=2)
+    if rows > 2:
+        x[1] *= 1e25
+        x[2, 5] = np.nan
+    x = view(x.astype(dtype), dtype)
+    other = view(random((rows, columns), dtype, seed=3), dtype) if residual else None
+    parameters = [to_device(1 + random((columns,), dtype, seed=4 + n)) for n in range(vectors)]
+    results = []
+    for plan in plans:
+        total = poisoned((rows, columns), dtype) if residual else None
+        scales = to_device(np.full((rows, 1), np.nan, np.float32)) if quantised else None
+        y = to_device(np.full((rows, columns), 99, np.int8)) if quantised else poisoned((rows, columns), dtype)
+        launch(plan, norm.arguments(x, parameters, other, y, scales, total, 1e-5), hopper)
+        results.append([bits(r) for r in (y, total, scales) if r is not None])
+    return results
+
+
+@dtypes
+@rings
+@pytest.mark.parametrize("residual", [False, True])
+def test_rms_norm_has_the_same_bits(hopper, rows, blocks, slots, cluster, residual, dtype):
+    columns = columns_of(dtype, cluster)
+    kernels = rms_norm.rms_norm_kernel, rms_norm.streamed_rms_norm_kernel
+    plans = held_and_streamed(*kernels, rows, dtype, (dtype, residual, False), 1 + residual, blocks, slots, cluster)
+    for held, streamed in zip(*norm_bits(hopper, plans, rows, columns, dtype, residual, 1), strict=True):
+        np.testing.assert_array_equal(held, streamed)
+
+
+@dtypes
+@rings
+@pytest.mark.parametrize("residual", [False, True])
+def test_layer_norm_has_the_same_bits(hopper, rows, blocks, slots, cluster, residual, dtype):
+    columns = columns_of(dtype, cluster)
+    kernels = layer_norm.layer_norm_kernel, layer_norm.streamed_layer_norm_kernel
+    options = (dtype, True, True, residual, False)
+    plans = held_and_streamed(*kernels, rows, dtype, options, 1 + residual, blocks, slots, cluster)
+    for held, streamed in zip(*norm_bits(hopper, plans, rows, columns, dtype, residual, 2), strict=True):
+        np.testing.assert_array_equal(held, streamed)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_int8_has_the_same_bits(hopper, cluster):
+    columns = columns_of(BF16, cluster)
+    kernels = rms_norm.rms_norm_kernel, rms_norm.streamed_rms_norm_kernel
+    plans = held_and_streamed(*kernels, 7, BF16, (BF16, True, True), 2, 2, 2, cluster)
+    for held, streamed in zip(*norm_bits(hopper, plans, 7, columns, BF16, True, 1, True), strict=True):
+        np.testing.assert_array_equal(held, streamed)
+
+
+# ---- the operations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(9, 16384), pytest.param((700, 131072), marks=pytest.mark.gpu)])
+def test_in_place_and_whatever_the_batch(hopper, shape):
+    x = random(shape, BF16, seed=6)
+    y = to_device(x)
+    nbk.softmax(y, out=y)
+    assert relative_error(y[:9], reference.softmax(x[:9].astype(np.float64))) < BOUND[BF16]
+    last = to_device(x[-1:])
+    nbk.softmax(last, out=last)
+    np.testing.assert_array_equal(bits(last), bits(y[-1:]))
+
+
+# ---- the plan, without a device ------------------------------------------------------------------------------------------
+
+
+def plan(rows, columns, dtype=BF16, walk="wide", arrays=1, sm_count=132):
+    kernels = rms_norm.rms_norm_kernel, rms_norm.tiled_rms_norm_kernel
+    streamed = rms_norm.streamed_rms_norm_kernel
+    return plan_rows(
+        *kernels,
+        rows,
+        columns,
+        dtype,
+        walk,
+        (dtype, arrays == 2, False),
+        arrays,
+        True,
+        streamed=streamed,
+        sm_count=sm_count,
+    )
+
+
+def test_long_rows_alone_are_streamed(monkeypatch):
+    def streamed(*args, **options):
+        return plan(*args, **options).factory is rms_norm.streamed_rms_norm_kernel
+
+    assert streamed(1000, 16384) and streamed(1, 131072) and streamed(1000, 8192, F32)
+    assert not streamed(1000, 16376), "too short"
+    assert not streamed(1000, 16385, walk="staged"), "rows not at 16-byte addresses"
+    assert not streamed(1000, 16384, sm_count=0), "a GPU without bulk copies"
+    assert not streamed(1000, 2**20), "longer than a cluster's registers"
+    monkeypatch.setattr("nbkernels.kernels.rows.STREAMED_BYTES", {1: None, 2: 32768})
+    assert not streamed(1000, 16384) and streamed(1000, 16384, arrays=2)
+
+
+@dtypes
+@pytest.mark.parametrize("arrays", [1, 2])
+def test_the_grid_fits_on_the_gpu_and_the_kernel_is_the_same_for_all_batches(arrays, dtype):
+    for columns in (8192, 16384, 20000, 32768, 65536, 131072):
+        plans = [plan(rows, columns, dtype, arrays=arrays) for rows in (1, 7, 132, 100000)]
+        plans = [p for p in plans if p.factory is rms_norm.streamed_rms_norm_kernel]
+        assert len({p.constants for p in plans}) <= 1
+        for p in plans:
+            _, threads, chunks, kept, cluster, slots = p.constants[:6]
+            assert threads * chunks * cluster * (16 // dtype.itemsize) >= columns
+            assert p.grid[0] % cluster == 0 and p.grid[0] <= kept * 132
+            assert p.shared_bytes >= slots * threads * chunks * 16 * arrays
+            assert kept * (p.shared_bytes + 1024) <= 228 * 1024 and p.shared_bytes <= 227 * 1024
