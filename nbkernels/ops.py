@@ -22,7 +22,7 @@ from nbkernels.launch import memory
 from nbkernels.launch.device import DeviceError, cuda_device, current
 from nbkernels.launch.replay import replayed
 
-ACTIVATIONS = (None, "silu", "gelu")
+ACTIVATIONS = (None, "silu", "gelu", "silu_mul")
 INT8_DEPTH = 2**17  # from so many columns on 128 · 128 · columns may not fit into int32
 INT8, FLOAT32 = np.dtype(np.int8), np.dtype(np.float32)
 
@@ -520,6 +520,9 @@ def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, st
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
 
     activation: None, "silu" or "gelu" (tanh form). out may be residual.
+
+    activation="silu_mul" is the gated unit of SwiGLU: row 2i of weight [2·n, in] is a gate's row i, row 2i + 1 an up's, the bias
+    likewise, and the result [..., n] is silu(gate) · up of the two products in float32, rounded once. There is no residual.
     """
     call = _Call(stream, ("bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)
@@ -551,6 +554,8 @@ def int8_matmul(
     [..., 1]. A row of x with a NaN or an infinity gives NaN. group_size of the weight must then be a multiple of 32, or
     at least ``in``; with one scale a row ``in`` is at most 131071, beyond which int32 could overflow.
 
+    activation="silu_mul" as in ``matmul``; not with int8 activations.
+
     dtype: of the result, bias and residual with int8 activations; default x's, or of an x that comes quantised that of residual
     or bias, else float32.
     """
@@ -578,6 +583,8 @@ def int8_matmul(
     _check_dtype(np.int8, **{"weight.values": call.values})
     _check_dtype(np.float32, **{"weight.scales": call.scales})
     described = Int8Weight(call.values, call.scales, weight.group_size)
+    if activation == "silu_mul" and (quantised or activations == "int8"):
+        raise ValueError("activation: 'silu_mul', wanted None, 'silu' or 'gelu' with int8 activations")
     shape = _check_matmul(call, described, activation)
     if quantised or activations == "int8":
         return _int8_by_int8(call, x, first, described, shape, dtype, activation, out)
@@ -656,10 +663,19 @@ def _check_matmul(call, weight, activation):
         raise ValueError(
             f"x: shape {tuple(call.x.shape)}, wanted {weight.shape[1]} columns as weight {tuple(weight.shape)}"
         )
-    shape = (*call.x.shape[:-1], weight.shape[0])
-    _check_shape("bias", call.bias, (weight.shape[0],))
-    _check_shape("residual", call.residual, shape)
     _check_choice("activation", activation, ACTIVATIONS)
+    columns = weight.shape[0]
+    _check_shape("bias", call.bias, (columns,))
+    if activation == "silu_mul":
+        if columns % 2:
+            raise ValueError(
+                f"weight: {columns} rows, wanted an even number for a gate and an up by turns ('silu_mul')"
+            )
+        if call.residual is not None:
+            raise ValueError("residual: given, wanted None with activation 'silu_mul'")
+        columns //= 2
+    shape = (*call.x.shape[:-1], columns)
+    _check_shape("residual", call.residual, shape)
     return shape
 
 

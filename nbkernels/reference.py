@@ -85,11 +85,19 @@ def silu_mul(gate, up):
     return (_silu(_work(gate)) * _work(up)).astype(gate.dtype, copy=False)
 
 
-_ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh}
+def _gated(x):
+    """silu(columns 0, 2, …) · columns 1, 3, …"""
+    return _silu(x[..., 0::2]) * x[..., 1::2]
+
+
+_ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh, "silu_mul": _gated}
 
 
 def matmul(x, weight, *, bias=None, residual=None, activation=None):
-    """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out]."""
+    """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
+
+    "silu_mul": silu of columns 0, 2, … times columns 1, 3, …: [..., out / 2].
+    """
     # one matrix product over all leading axes: a batch of small ones is far slower
     rows = _work(x).reshape(-1, x.shape[-1]) if x.size else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
     product = (rows @ _work(weight).T).reshape(*x.shape[:-1], weight.shape[0])
@@ -209,7 +217,11 @@ def _pages(cache, table, start, stop):
     pages = table[first:end].tolist()
     if pages and (min(pages) < 0 or max(pages) >= len(cache)):
         raise ValueError(f"block_table: pages {min(pages)} to {max(pages)} of a pool of {len(cache)}")
-    if pages and pages == list(range(pages[0], pages[0] + len(pages))) and cache.strides[0] == page_size * cache.strides[1]:
+    if (
+        pages
+        and pages == list(range(pages[0], pages[0] + len(pages)))
+        and cache.strides[0] == page_size * cache.strides[1]
+    ):
         begin = (pages[0] - first) * page_size + start
         return cache.reshape(-1, *cache.shape[2:]), slice(begin, begin + stop - start)
     positions = np.arange(start, stop)

@@ -116,14 +116,15 @@ rows("silu_mul bfloat16", "silu_mul", BF16, (3, 96), inputs=2)
 
 
 def product(name, dtype, m, k, n, group_size="dense", gpu_bound=0.0, **epilogue):
+    outs = n // 2 if epilogue.get("activation") == "silu_mul" else n
+
     def arrays():
         x, weight = random((m, k), dtype, 0), random((n, k), dtype if group_size == "dense" else F32, 1)
         rest = dict(epilogue)
-        outs = n // 2 if rest.get("activation") == "silu_mul" else n
         if rest.pop("bias", False):
             rest["bias"] = random((n,), dtype, 2)
         if rest.pop("residual", False):
-            rest["residual"] = random((m, outs), dtype, 3)
+            rest["residual"] = random((m, n), dtype, 3)
         if group_size != "dense":
             weight = reference.quantize_int8(weight, group_size=group_size)
         return x, weight, rest
@@ -132,9 +133,9 @@ def product(name, dtype, m, k, n, group_size="dense", gpu_bound=0.0, **epilogue)
         x, weight, rest = arrays()
         rest = {key: to_device(v) if isinstance(v, np.ndarray) else v for key, v in rest.items()}
         if group_size == "dense":
-            return [to_host(nbk.matmul(to_device(x), to_device(weight), out=poisoned((m, n), dtype), **rest))]
+            return [to_host(nbk.matmul(to_device(x), to_device(weight), out=poisoned((m, outs), dtype), **rest))]
         on_device = Int8Weight(to_device(weight.values), to_device(weight.scales), weight.group_size)
-        return [to_host(nbk.int8_matmul(to_device(x), on_device, out=poisoned((m, n), dtype), **rest))]
+        return [to_host(nbk.int8_matmul(to_device(x), on_device, out=poisoned((m, outs), dtype), **rest))]
 
     def want():
         x, weight, rest = arrays()
@@ -165,6 +166,15 @@ product("matmul bfloat16, a prompt", BF16, 130, 136, 264, bias=True, residual=Tr
 product("int8_matmul float16, a prompt, a scale a row", F16, 130, 144, 264, None, bias=True, gpu_bound=APPROXIMATE[F16])
 # a GPU of many multiprocessors gives so few tiles to matmul_tiles, which does not round a weight times its scale: 2^-9 apart
 product("int8_matmul bfloat16, a prompt, groups", BF16, 130, 160, 264, 32, residual=True, gpu_bound=4e-3)
+# a gate and an up by turns, in every kernel
+GATED = {"activation": "silu_mul", "bias": True}
+product("matmul float32, gated, few rows", F32, 3, 200, 50, gpu_bound=APPROXIMATE[F32], **GATED)
+product("matmul float32, gated, many rows", F32, 40, 200, 70, gpu_bound=APPROXIMATE[F32], **GATED)
+product("matmul bfloat16, gated, few rows", BF16, 3, 264, 72, gpu_bound=APPROXIMATE[BF16], **GATED)
+product("matmul bfloat16, gated, odd", BF16, 70, 75, 34, gpu_bound=APPROXIMATE[BF16], **GATED)
+product("int8_matmul bfloat16, gated, a large weight", BF16, 2, 1024, 2052, 32, gpu_bound=APPROXIMATE[BF16], **GATED)
+product("matmul bfloat16, gated, a prompt", BF16, 130, 136, 272, gpu_bound=APPROXIMATE[BF16], **GATED)
+product("int8_matmul float16, gated, a prompt", F16, 130, 144, 272, None, gpu_bound=APPROXIMATE[F16], **GATED)
 
 
 def int8_product(name, dtype, m, k, n, group_size, **epilogue):
@@ -286,6 +296,7 @@ attended("attention float16, lengths and window", F16, 33, 150, batch=2, lengths
 attended("attention bfloat16, head size 128", BF16, 130, 140, head_dim=128, heads=2, kv_heads=1)
 # on sm_90a by wgmma, as are the prompts of 64 tokens and more above
 attended("attention bfloat16, a part of two tiles", BF16, 150, 290, heads=2, kv_heads=1, causal=True)
+attended("attention bfloat16, several items a block", BF16, 140, 420, batch=3, heads=2, kv_heads=1, causal=True)
 attended("attention float16, lengths", F16, 70, 200, heads=2, batch=2, lengths=[40, 190], causal=True)
 attended("attention bfloat16, head size 256, window", BF16, 90, 210, head_dim=256, heads=1, kv_heads=1, window=70)
 attended("decode float32", F32, 2, 300, causal=True)

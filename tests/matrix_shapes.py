@@ -38,6 +38,20 @@ KERNEL_SHAPES = [
     pytest.param(40, 65, 33, id="tiles or blocks, element by element"),
 ]
 
+# (rows, columns, depth) of gated products, whose columns are even: one for each kernel again, and on sm_90a for matmul_wgmma
+GATED_SHAPES = [
+    pytest.param(1, 66, 33, id="a row, odd depth: lanes"),
+    pytest.param(5, 66, 40, id="narrow or lanes"),
+    pytest.param(64, 130, 33, id="tiles or blocks, element by element"),
+    pytest.param(64, 136, 72, id="tiles or blocks"),
+    pytest.param(130, 272, 136, id="large tiles, or wgmma"),
+    pytest.param(2, 8202, 24, id="many columns"),
+    pytest.param(1, 3072, 576, id="SmolLM2", marks=pytest.mark.gpu),
+    pytest.param(300, 3072, 576, id="SmolLM2, a prompt", marks=pytest.mark.gpu),
+    pytest.param(5, 28672, 4096, id="Llama-8B", marks=pytest.mark.gpu),
+    pytest.param(700, 28672, 4096, id="Llama-8B, a prompt", marks=pytest.mark.gpu),
+]
+
 # the kernels are the same for every architecture, so the emulator compiles them for one
 one_architecture = pytest.mark.parametrize(
     "device", ["sm_80", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True

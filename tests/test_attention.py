@@ -14,6 +14,8 @@ from nbkernels.kernels import attention, attention_wgmma, decode
 from nbkernels.launch import emulated
 from nbkernels.launch.device import Device, DeviceError, cuda_device
 
+pytestmark = pytest.mark.emulate_one_in(2)
+
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 

@@ -8,6 +8,8 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 import nbkernels as nbk
 from nbkernels import reference
 
+pytestmark = pytest.mark.emulate_one_in(3)
+
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 SINKS = np.array([0.5, -2.0, 9.0, -np.inf, 1.0, 3.0, 0.0, -1.0], np.float32)
 

@@ -13,7 +13,7 @@ import tiny_model
 import nbkernels as nbk
 from nbkernels.launch import emulated
 from nbkernels.launch.device import current
-from nbkernels.model.transformer import QUANTIZATIONS
+from nbkernels.model.transformer import QUANTIZATIONS, interleave_gate_up
 
 pytest.importorskip("gguf")
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_135m_q4_1.json").read_text())["cases"]
@@ -76,6 +76,17 @@ def test_cached_steps_equal_one_pass(tiny):
     everything = tiny.encode("the a") + generation.ids
     want = np.argmax(plain_logits(everything[:-1])[len(tiny.encode("the a")) - 1 :], axis=-1)
     assert generation.ids == want.tolist()
+
+
+def test_a_gate_and_an_up_by_turns():
+    gate, up = np.arange(6, dtype=np.float32).reshape(3, 2), -np.arange(6, dtype=np.float32).reshape(3, 2)
+    weight = interleave_gate_up(gate, up)
+    np.testing.assert_array_equal(weight, [[0, 1], [0, -1], [2, 3], [-2, -3], [4, 5], [-4, -5]])
+    x = np.array([[0.5, -0.25]], np.float32)
+    with nbk.device("cpu"):
+        y = nbk.matmul(x, weight, activation="silu_mul")
+        want = nbk.silu_mul(x @ gate.T, x @ up.T)
+    np.testing.assert_allclose(y, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("quantize", QUANTIZATIONS)

@@ -15,7 +15,7 @@ from nbkernels.launch import emulated
 from nbkernels.launch.device import current
 from nbkernels.launch.launcher import launch
 
-pytestmark = pytest.mark.emulate_one_in(3)
+pytestmark = pytest.mark.emulate_one_in(5)
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 # ‖y - y in float64‖ / ‖y in float64‖ from the same int8 values: the integer sums are exact, so that what is left is a handful of

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import BOUND, DTYPES, poisoned, random, relative_error, to_device, to_host
-from matrix_shapes import KERNEL_SHAPES, SHAPES, one_architecture
+from matrix_shapes import GATED_SHAPES, KERNEL_SHAPES, SHAPES, one_architecture
 
 import nbkernels as nbk
 from nbkernels import reference
@@ -71,6 +71,20 @@ def test_group_sizes(device, rows, group_size, dtype):
     out = poisoned((rows, 66), dtype)
     nbk.int8_matmul(to_device(x), on_device(weight), out=out)
     assert relative_error(out, exact(x, weight)) < BOUND[dtype]
+
+
+@pytest.mark.emulate_one_in(1)
+@dtypes
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("rows, columns, depth", GATED_SHAPES)
+def test_gated(device, rows, columns, depth, group_size, dtype):
+    x, weight = random((rows, depth), dtype, rows), quantised(columns, depth, group_size)
+    weight.scales[:] *= np.float32(2**-6)  # the product of two sums is to fit into float16
+    bias = random((columns,), dtype, 3)
+    out = poisoned((rows, columns // 2), dtype)
+    given = {"bias": to_device(bias), "activation": "silu_mul", "out": out}
+    assert nbk.int8_matmul(to_device(x), on_device(weight), **given) is out
+    assert relative_error(out, exact(x, weight, bias=bias, activation="silu_mul")) < BOUND[dtype]
 
 
 @one_architecture

@@ -112,6 +112,19 @@ def test_epilogue(hopper, group_size, activation, bias, residual):
     assert relative_error(product(x, weight, out=out, **given), want) < BOUND[BF16]
 
 
+@pytest.mark.parametrize("rows", [pytest.param(6, id="few rows"), pytest.param(64, id="all rows there are")])
+@pytest.mark.parametrize("group_size", ["dense", None, 32])
+def test_gated(hopper, group_size, rows):
+    # tiles that one block has, and tiles that several share; a tile that is short
+    columns, depth = 700, 320
+    x, weight = operands(rows, columns, depth, BF16, group_size)
+    given = {"activation": "silu_mul", "bias": random((columns,), BF16, 3)}
+    out = product(x, weight, out=poisoned((rows, columns // 2), BF16), **given)
+    assert relative_error(out, exact(x, weight, **given)) < BOUND[BF16]
+    alone = to_host(product(x[:3], weight, **given))
+    np.testing.assert_array_equal(alone.view(np.uint8), to_host(out)[:3].view(np.uint8))
+
+
 @pytest.mark.parametrize("group_size", ["dense", None, 32])
 def test_rows_do_not_depend_on_the_batch(hopper, group_size):
     x, weight = operands(64, 300, 592, BF16, group_size)

@@ -274,9 +274,8 @@ def test_int8_is_the_float32_norm_quantised(device, leading, columns, name):
     given = operands((*leading, columns), FLOAT32, FLOAT32, False, False, True)
     x, residual = given["x"], given["residual"]
     x[0] *= np.float32(1e-3)
-    parameters = [random((columns,), FLOAT32, seed=s) for s in (2, 3)][: 2 if name == "layer_norm" else 1]
     operation = getattr(nbk, name)
-    arrays = to_device(x), *map(to_device, parameters)
+    arrays = to_device(x), to_device(random((columns,), FLOAT32, seed=2))
     plain, total = operation(*arrays, residual=to_device(residual))
     quantised, same_total = operation(*arrays, residual=to_device(residual), quantize="int8")
     want = reference.quantize_int8(to_host(plain))
@@ -285,6 +284,19 @@ def test_int8_is_the_float32_norm_quantised(device, leading, columns, name):
     np.testing.assert_array_equal(to_host(quantised.values), want.values)
     np.testing.assert_array_equal(to_host(quantised.scales), want.scales)
     np.testing.assert_array_equal(to_host(same_total), to_host(total))
+
+
+@pytest.mark.parametrize("columns", [7, 576, 4097, 16389, 40000])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_int8_with_a_bias(device, has_weight, columns):
+    """A product and the bias are one operation or two, as the compiler likes: the float32 norm may be a rounding apart."""
+    x, bias = random((3, columns), FLOAT32, seed=1), to_device(random((columns,), FLOAT32, seed=3))
+    weight = to_device(random((columns,), FLOAT32, seed=2)) if has_weight else None
+    want = reference.quantize_int8(to_host(nbk.layer_norm(to_device(x), weight, bias)))
+    got = nbk.layer_norm(to_device(x), weight, bias, quantize="int8")
+    np.testing.assert_array_max_ulp(to_host(got.scales), want.scales, 2)
+    apart = np.abs(to_host(got.values).astype(int) - want.values)
+    assert apart.max() <= 1 and apart.sum() <= 1 + x.size // 1000
 
 
 @norms

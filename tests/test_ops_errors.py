@@ -90,6 +90,36 @@ CASES = {
     "matmul bias": (lambda: nbk.matmul(X, X, bias=np.ones(3, np.float32)), ValueError, "bias: shape"),
     "matmul residual": (lambda: nbk.matmul(X, X, residual=X), ValueError, "residual: shape"),
     "matmul activation": (lambda: nbk.matmul(X, X, activation="relu"), ValueError, "activation: 'relu'"),
+    "matmul gated, odd rows": (
+        lambda: nbk.matmul(X, np.ones((5, 8), np.float32), activation="silu_mul"),
+        ValueError,
+        "weight: 5 rows, wanted an even number",
+    ),
+    "matmul gated, residual": (
+        lambda: nbk.matmul(X, np.ones((4, 8), np.float32), residual=X[:, :2], activation="silu_mul"),
+        ValueError,
+        "residual: given, wanted None",
+    ),
+    "matmul gated, bias": (
+        lambda: nbk.matmul(X, np.ones((4, 8), np.float32), bias=X[0, :2], activation="silu_mul"),
+        ValueError,
+        "bias: shape",
+    ),
+    "matmul gated, out": (
+        lambda: nbk.matmul(X, np.ones((4, 8), np.float32), out=X[:, :4].copy(), activation="silu_mul"),
+        ValueError,
+        "out: shape",
+    ),
+    "int8_matmul gated, odd rows": (
+        lambda: nbk.int8_matmul(X, WEIGHT, activation="silu_mul"),
+        ValueError,
+        "weight: 5 rows, wanted an even number",
+    ),
+    "int8_matmul gated, int8 activations": (
+        lambda: nbk.int8_matmul(X, WEIGHT, activation="silu_mul", activations="int8"),
+        ValueError,
+        "activation: 'silu_mul'",
+    ),
     "matmul dtypes": (lambda: nbk.matmul(X, HALF), TypeError, "weight: float16"),
     "int8_matmul dense": (lambda: nbk.int8_matmul(X, X), TypeError, "weight: ndarray, wanted an Int8Weight"),
     "int8_matmul inner": (lambda: nbk.int8_matmul(X[:, :7], WEIGHT), ValueError, "x: shape"),

@@ -12,8 +12,8 @@ last tile that they see to the first:
     tensor cores    │S5 = q·k5ᵀ│S4 = q·k4ᵀ│out += P5·v5│S3 = q·k3ᵀ│out += P4·v4│ …
     a consumer                 │P5 = softmax(S5)   │P4 = softmax(S4)       │P3 …      both products of a step are in flight
 
-P stays in the registers that held S, rounded to 16 bits. Two consumers take turns to issue products (``turns``), so that one's
-softmax runs under the other's products. Only tiles at the diagonal, the ends and a window's begin are masked.
+P stays in the registers that held S, rounded to 16 bits. The consumers go their own ways: one's softmax runs under the others'
+products. Only tiles at the diagonal, the ends and a window's begin are masked.
 """
 
 from functools import cache, lru_cache
@@ -39,7 +39,6 @@ from nbkernels.ptx.bulk import (
 )
 from nbkernels.ptx.bulk import tensor_map as tensor_map_type
 from nbkernels.ptx.mbarrier import (
-    barrier_arrive,
     barrier_sync,
     fence_mbarrier_init,
     fence_proxy_async,
@@ -68,13 +67,13 @@ BARRIER_BYTES = 1024  # in front of the tiles, which start at multiples of 1024 
 # registers a thread of the producer and of a consumer, by the number of consumers: 64 K in all
 REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160)}
 PACKED_REGISTERS = {2: (40, 232)}  # the search for a packed sequence does not fit 24
-# head_dim up to: from so many queries on, (tile_n, stages, consumers, q_stages, turns); by the registers of scores, their rounded
+# head_dim up to: from so many queries on, (tile_n, stages, consumers, q_stages); by the registers of scores, their rounded
 # weights and sums, by what fits shared memory, and by what was fastest on an H200 (benchmarks/notes/attention.md)
 TILES = {
-    64: ((0, (128, 3, 2, 2, True)), (2048, (96, 3, 3, 2, True))),
-    128: ((0, (128, 2, 2, 2, False)),),
-    192: ((0, (96, 2, 2, 1, True)),),
-    256: ((0, (64, 2, 2, 1, True)),),
+    64: ((0, (128, 3, 2, 2)), (2048, (96, 4, 3, 2))),
+    128: ((0, (128, 2, 2, 2)),),
+    192: ((0, (96, 2, 2, 1)),),
+    256: ((0, (64, 2, 2, 1)),),
 }
 SECTION_BYTES = 24 << 20  # of K and V, that query tiles pass together: half of the L2 cache
 # where a row has seen nothing: finite, since the difference of two infinities is NaN
@@ -145,15 +144,15 @@ def _walk(tile_m, tile_n, causal, windowed, has_lengths, packed):
 
 
 def attention_wgmma_kernel(
-    dtype, head_dim, tile_n, stages, consumers, q_stages, turns, negative, causal, windowed, has_lengths,
+    dtype, head_dim, tile_n, stages, consumers, q_stages, negative, causal, windowed, has_lengths,
     capped=False, has_sinks=False, packed=False,
 ):  # fmt: skip
     """16-bit attention by wgmma. grid: any number of blocks; each takes one work item after another, in the order of a counter
     or every gridDim.x-th.
 
     tile_n: keys a tile; stages: tiles of K, and of V, in shared memory; consumers: warpgroups of 64 query rows; q_stages: tiles
-    of q in shared memory: with two, that of the next item comes while this one is computed. turns: the consumers issue
-    products one after another. negative: the scale is below zero (the kernel gets its magnitude); a capped score has its sign.
+    of q in shared memory: with two, that of the next item comes while this one is computed. negative: the scale is below zero
+    (the kernel gets its magnitude); a capped score has its sign.
     packed: sequences lie one after another (``kernels.packed``), and batch is 1.
     """
     depth = -(-head_dim // 16) * 16
@@ -185,7 +184,7 @@ def attention_wgmma_kernel(
     q_full, q_free, written = (8 * (4 * stages + n * q_stages) for n in range(3))
     wiped = written + 8 * q_stages * consumers
     next_items = wiped + 8 * stages  # a ring as long as q's: the number of the item after this one
-    rows_barrier, turn_barrier = 1, 1 + consumers  # numbered barriers: a consumer's own, and its turn's
+    rows_barrier = 1  # the numbered barrier of the first consumer
 
     @cuda.jit(device=True, inline="always")
     def ring(base, kind, number):
@@ -346,17 +345,6 @@ def attention_wgmma_kernel(
             for n in range(d_blocks):
                 for i in range(4):
                     sums[4 * n + i] *= shrink[i // 2]
-
-    @cuda.jit(device=True, inline="always")
-    def my_turn(group):
-        if turns:
-            barrier_sync(uint32(uint32(turn_barrier) + group), uint32(2 * WARPGROUP))
-
-    @cuda.jit(device=True, inline="always")
-    def next_turn(group):
-        if turns:
-            other = uint32(group + uint32(1)) if group != uint32(consumers - 1) else uint32(0)
-            barrier_arrive(uint32(uint32(turn_barrier) + other), uint32(2 * WARPGROUP))
 
     @cuda.jit(device=True, inline="always")
     def rows_of(q_ring, turn, group):
@@ -634,8 +622,6 @@ def attention_wgmma_kernel(
             warp = uint32(uint32(t // uint32(ptx.WARP)) & uint32(3))
             my_row = int32(uint32(warp * uint32(16)) + uint32(lane >> uint32(2)))
             my_key = int32(uint32(uint32(lane & uint32(3)) << uint32(1)))
-            if turns and group == uint32(consumers - 1):
-                barrier_arrive(uint32(turn_barrier), uint32(2 * WARPGROUP))
             batch, head, first_row, count, end, first_tile, tiles, rows, _, _ = item(
                 work, kv_lengths, q_len, kv_len, heads, pairs, q_tiles, section, window,
                 query_offsets, kv_offsets, sequences,
@@ -671,11 +657,9 @@ def attention_wgmma_kernel(
                     first_key = int32(int32(tile * int32(tile_n)) + my_key)
                     if not asked:
                         mbarrier_wait(ring(base, k_full, number), parity(number))
-                        my_turn(group)
                         hold_scores(scores, 0)
                         wgmma_fence()
                         multiply_scores(scores, q_rows, tile_address(k_ring, number))
-                        next_turn(group)
                         wgmma_wait(0)
                         hold_scores(scores, 0)
                     if lane == uint32(0):
@@ -697,14 +681,12 @@ def attention_wgmma_kernel(
                         # the scores of this tile and the sums of the one before it, then the weights of this tile
                         first_key = int32(first_key - int32(tile_n))
                         mbarrier_wait(ring(base, k_full, number), parity(number))
-                        my_turn(group)
                         hold_scores(scores, 0)
                         hold_sums(sums, 0)
                         hold_words(words, 0)
                         wgmma_fence()
                         multiply_scores(scores, q_rows, tile_address(k_ring, number))
                         multiply_values(sums, words, tile_address(v_ring, last))
-                        next_turn(group)
                         wgmma_wait(1)
                         hold_scores(scores, 0)
                         if lane == uint32(0):
@@ -743,14 +725,12 @@ def attention_wgmma_kernel(
                     following = uint32(turn + uint32(1))
                     mbarrier_wait(q_barrier(base, q_full, following), q_parity(following))
                     mbarrier_wait(ring(base, k_full, number), parity(number))
-                    my_turn(group)
                     hold_scores(scores, 0)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
                     wgmma_fence()
                     multiply_values(sums, words, tile_address(v_ring, last))
                     multiply_scores(scores, rows_of(q_ring, following, group), tile_address(k_ring, number))
-                    next_turn(group)
                     wgmma_wait(1)
                     hold_sums(sums, 0)
                     hold_words(words, 0)
@@ -772,8 +752,6 @@ def attention_wgmma_kernel(
                             mbarrier_arrive(ring(base, v_free, last))
                     leave(base, q_rows, turn, group, sums, largest, total, sink, my_row, my_key)
                 turn = uint32(turn + uint32(1))
-            if turns and group == uint32(0):
-                barrier_sync(uint32(turn_barrier), uint32(2 * WARPGROUP))
 
     return attention
 

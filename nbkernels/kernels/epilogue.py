@@ -3,12 +3,17 @@
     y = activation(sum · scale + bias) + residual        in float32, rounded once to y's dtype
 
 scale is that of an int8 weight with one scale a row; the activations are those of ``activation``, gelu in its tanh form.
+
+"silu_mul" is the gated unit of SwiGLU (Shazeer 2020): of two consecutive sums one element of y, which has half as many columns.
+
+    sums         |gate 0|up 0|gate 1|up 1| …         gate and up: sum · scale + bias
+    y            |silu(gate 0) · up 0|silu(gate 1) · up 1| …
 """
 
 from dataclasses import dataclass
 from functools import cache
 
-from numba import cuda, int64
+from numba import cuda, float32, int64
 
 from nbkernels import ptx
 from nbkernels.kernels.activation import gelu_tanh, silu
@@ -24,6 +29,11 @@ class Epilogue:
     activation: str | None = None
     residual: bool = False
 
+    @property
+    def gated(self):
+        """Whether two consecutive sums make one element of y."""
+        return self.activation == "silu_mul"
+
 
 @cuda.jit(device=True, inline="always")
 def _same(x):
@@ -34,7 +44,7 @@ _ACTIVATIONS = {None: _same, "silu": silu, "gelu": gelu_tanh}
 
 
 def activation_function(epilogue):
-    """Its activation, float32 -> float32."""
+    """Its activation, float32 -> float32. Not for a gated epilogue."""
     return _ACTIVATIONS[epilogue.activation]
 
 
@@ -44,7 +54,10 @@ def finish(dtype, epilogue, width=1):
 
     sums: a tuple of ``width``: 1, or 2 for consecutive columns of a 16-bit dtype, which are read and written as 4-byte words.
     Read where the epilogue has them: scales[column · scale_stride], bias[column], residual[residual_index]; indices int64.
+    A gated epilogue takes pairs of any dtype, from an even column on, whatever ``width``: one element of y is written.
     """
+    if epilogue.gated:
+        return _finish_gated(dtype, epilogue)
     from_storage, to_storage = conversions(dtype)
     unpack, pack = pair_conversions(dtype)
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
@@ -81,3 +94,23 @@ def finish(dtype, epilogue, width=1):
         ptx.st_global(ptx.address(out, out_index), pack(first, second))
 
     return store_pair if width == 2 else store_one
+
+
+@cache
+def _finish_gated(dtype, epilogue):
+    """``finish`` of a gated epilogue."""
+    from_storage, to_storage = conversions(dtype)
+    has_scale, has_bias = epilogue.row_scale, epilogue.bias
+
+    @cuda.jit(device=True, inline="always")
+    def store_gated(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):
+        gate, up = sums
+        if has_scale:
+            gate *= scales[column * scale_stride]
+            up *= scales[(column + int64(1)) * scale_stride]
+        if has_bias:
+            gate += from_storage(bias[column])
+            up += from_storage(bias[column + int64(1)])
+        out[out_index] = to_storage(float32(silu(gate) * up))
+
+    return store_gated

@@ -2,6 +2,8 @@
 
     y[m, n] = activation(sum_g scales[n, g] · sum_(k in group g) x[m, k] · values[n, k] + bias[n]) + residual[m, n]
 
+or, with activation "silu_mul", two columns of the product make one of y, as in ``matmul``.
+
 The kernels are those of ``matmul``, which read int8 weights as well: the bytes become numbers of x's dtype (or float32) in
 registers, exactly, and never pass memory in another form:
 
@@ -26,9 +28,10 @@ from nbkernels.kernels.matmul import alignment, multiply
 from nbkernels.launch.launcher import launch
 
 
-def cost(rows, columns, depth, groups, dtype, *, bias=False, residual=False):
-    """Each array once; groups: scales a row of the weight. A product and a sum a term."""
-    elements = rows * depth + rows * columns * (2 if residual else 1) + (columns if bias else 0)
+def cost(rows, columns, depth, groups, dtype, *, bias=False, residual=False, gated=False):
+    """Each array once; groups: scales a row of the weight. A product and a sum a term. gated: y has half as many columns."""
+    y_elements = rows * columns // (2 if gated else 1) * (2 if residual else 1)
+    elements = rows * depth + y_elements + (columns if bias else 0)
     return Cost(bytes=elements * dtype.itemsize + columns * (depth + 4 * groups), flops=2 * rows * columns * depth)
 
 
@@ -49,7 +52,7 @@ def _group_size(weight):
 def run(x, weight, bias, residual, activation, out, device, stream):
     """x [rows, depth]; weight an Int8Weight [columns, depth]; bias [columns]; residual, out [rows, columns] of x's dtype.
 
-    Last axes contiguous, any row strides; bias and residual may be None; out may be residual.
+    Last axes contiguous, any row strides; bias and residual may be None; out may be residual; "silu_mul" as in ``matmul.run``.
     """
     group_size = _group_size(weight)
     kind = "groups" if group_size else "rows"

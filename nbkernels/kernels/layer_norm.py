@@ -76,7 +76,7 @@ def _layer_norm_row(
     sum_count = 2 if corrected else 1
     words, _, get, anew = source
     whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
     row_sum, _ = reductions(threads, cluster)
     row_sums = several_sums(threads, sum_count, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
@@ -336,7 +336,7 @@ def tiled_layer_norm_kernel(
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     inside, put, flush = access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias)
+    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 

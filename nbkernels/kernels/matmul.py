@@ -13,6 +13,10 @@ and on sm_90, from 17 to 64 rows (int8: up to 64) of 16 bits times a large weigh
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for many rows on sm_90a. A
 product over no columns is 0, by matmul_lanes.
+
+With activation "silu_mul" rows 2i and 2i + 1 of w are a gate's and an up's, and y has half as many columns (``epilogue``):
+
+    y[m, i] = silu(sum_k x[m, k] · w[2i, k] + bias[2i]) · (sum_k x[m, k] · w[2i + 1, k] + bias[2i + 1])
 """
 
 from dataclasses import dataclass
@@ -64,8 +68,9 @@ def alignment(x, weight, bias, residual, out, arch):
     return Alignment(
         fragments=x_aligned and depth % matmul_narrow.LANE_WIDTH == 0 and _rows_aligned(weight, 8 * weight.itemsize),
         pieces=x_aligned and _rows_aligned(weight, 16),
-        pairs=out.shape[1] % 2 == 0
-        and _rows_aligned(out, 4)
+        pairs=weight.shape[0] % 2 == 0
+        # a gated product's y has half as many columns, and is written an element at a time
+        and (out.shape[1] < weight.shape[0] or _rows_aligned(out, 4))
         and (residual is None or _rows_aligned(residual, 4))
         and (bias is None or bias.pointer % 4 == 0)
         and out.itemsize == 2,
@@ -101,9 +106,10 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
     return matmul_blocks.plan(rows, columns, dtype, weight, group_size, wide, epilogue, sm_count)
 
 
-def cost(rows, columns, depth, dtype, *, bias=False, residual=False):
-    """Each array once; a product and a sum a term."""
-    elements = rows * depth + columns * depth + rows * columns * (2 if residual else 1) + (columns if bias else 0)
+def cost(rows, columns, depth, dtype, *, bias=False, residual=False, gated=False):
+    """Each array once; a product and a sum a term. columns: of the product; gated: y has half as many."""
+    y_elements = rows * columns // (2 if gated else 1) * (2 if residual else 1)
+    elements = rows * depth + columns * depth + y_elements + (columns if bias else 0)
     return Cost(bytes=elements * dtype.itemsize, flops=2 * rows * columns * depth)
 
 
@@ -147,6 +153,7 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
 def run(x, weight, bias, residual, activation, out, device, stream):
     """x [rows, depth], weight [columns, depth], bias [columns], residual and out [rows, columns], of one dtype.
 
-    Last axes contiguous, any row strides; bias and residual may be None; out may be residual.
+    Last axes contiguous, any row strides; bias and residual may be None; out may be residual. Of "silu_mul" out has half as many
+    columns, and there is no residual.
     """
     multiply(x, weight, None, "dense", 0, bias, residual, activation, out, device, stream)

@@ -62,6 +62,8 @@ def matmul_blocks_kernel(dtype, weight, group_size, width, spans, epilogue):
     fetch_weight = _fetch(weight_access(dtype, weight, group_size, width), width)
     weight_dtype = dtype if weight == "dense" else "int8"
     store = finish(dtype, epilogue)
+    gated = epilogue.gated
+    half = micro // 2
 
     @cuda.jit(device=True, inline="always")
     def leave(tiles, start, held, row, k):
@@ -154,7 +156,22 @@ def matmul_blocks_kernel(dtype, weight, group_size, width, spans, epilogue):
 
         for m in range(micro):
             row = first_row + int64(uint32(at_row + uint32(m // MICRO * SPAN + m % MICRO)))
-            if row < rows:
+            if gated and row < rows:
+                for p in range(half):
+                    column = first_column + int64(uint32(at_column + uint32(2 * p // MICRO * SPAN + 2 * p % MICRO)))
+                    if column < columns:
+                        store(
+                            (sums[m * micro + 2 * p], sums[m * micro + 2 * p + 1]),
+                            column,
+                            scales,
+                            scale_stride,
+                            bias,
+                            residual,
+                            int64(0),
+                            out,
+                            row * out_stride + (column >> int64(1)),
+                        )
+            if not gated and row < rows:
                 for n in range(micro):
                     column = first_column + int64(uint32(at_column + uint32(n // MICRO * SPAN + n % MICRO)))
                     if column < columns:

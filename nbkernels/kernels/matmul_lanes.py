@@ -84,7 +84,7 @@ def matmul_lanes_kernel(dtype, weight, group_size, width, row_count, column_coun
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale any group_size).
 
     width: WIDTH where dtype is float32, rows of x and the weight begin at addresses divisible by that many elements, and
-    depth and group_size are multiples of it; else 1.
+    depth and group_size are multiples of it; else 1. column_count: even where the epilogue is gated.
     """
     load_x, _ = access(dtype, width, True)
     load_weight = weight_access(dtype, weight, group_size, width)
@@ -92,6 +92,8 @@ def matmul_lanes_kernel(dtype, weight, group_size, width, row_count, column_coun
     values = row_count * column_count
     step = ptx.WARP * width
     store = finish(dtype, epilogue)
+    gated = epilogue.gated
+    pairs = column_count // 2
 
     @kernel(launch_bounds=THREADS)
     def matmul_lanes(
@@ -144,6 +146,23 @@ def matmul_lanes_kernel(dtype, weight, group_size, width, row_count, column_coun
 
         for i in range(values):
             sums[i] = ptx.warp_sum(sums[i])
+        if gated:
+            for m in range(row_count):
+                for n in range(pairs):
+                    row, column = first_row + int64(m), first_column + int64(2 * n)
+                    if lane == uint32(m * pairs + n) and row < rows and column < columns:
+                        store(
+                            (sums[m * column_count + 2 * n], sums[m * column_count + 2 * n + 1]),
+                            column,
+                            scales,
+                            scale_stride,
+                            bias,
+                            residual,
+                            int64(0),
+                            out,
+                            row * out_stride + (column >> int64(1)),
+                        )
+            return
         for m in range(row_count):
             for n in range(column_count):
                 row, column = first_row + int64(m), first_column + int64(n)
@@ -168,7 +187,7 @@ def matmul_lanes_kernel(dtype, weight, group_size, width, row_count, column_coun
 def plan(rows, columns, dtype, weight, group_size, wide, epilogue):
     """wide: whether ``width`` may be WIDTH (``matmul_lanes_kernel``)."""
     row_count = min(MOST_ROWS, 1 << (rows - 1).bit_length())
-    column_count = 2 if columns >= MANY_COLUMNS else 1
+    column_count = 2 if columns >= MANY_COLUMNS or epilogue.gated else 1
     blocks = -(-rows // row_count) * -(-columns // (WARPS * column_count))
     constants = (dtype, weight, group_size, WIDTH if wide else 1, row_count, column_count, epilogue)
     return Plan(matmul_lanes_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1))

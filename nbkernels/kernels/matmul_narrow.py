@@ -71,9 +71,12 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
     values = 4 * row_tiles * column_tiles
     block_rows, block_columns = FRAGMENT_ROWS * row_tiles, FRAGMENT_COLUMNS * column_tiles
     pitch = block_columns + PAD
-    outputs = block_rows * block_columns
     threads = warps * ptx.WARP
     store = finish(dtype, epilogue)
+    gated = epilogue.gated
+    element_columns = 2 if gated else 1  # of an element of y
+    out_columns = block_columns // element_columns
+    outputs = block_rows * out_columns
 
     @cuda.jit(device=True, inline="always")
     def turn(x, x_starts, weight, weight_starts, scales, scale_starts, k, depth, lane_k, sums):
@@ -210,11 +213,31 @@ def matmul_narrow_kernel(dtype, weight, group_size, row_tiles, column_tiles, war
 
         number = thread
         while number < uint32(outputs):
-            row = uint32(number // uint32(block_columns))
-            column = uint32(number % uint32(block_columns))
+            row = uint32(number // uint32(out_columns))
+            column = uint32(number % uint32(out_columns))
+            if gated:
+                column = uint32(column << uint32(1))
             y_row = first_row + int64(row)
             y_column = first_column + int64(column)
-            if y_row < rows and y_column < columns:
+            if gated and y_row < rows and y_column < columns:
+                gate = float32(0.0)
+                up = float32(0.0)
+                for i in range(warps):
+                    at = uint32(uint32(uint32(i * block_rows) + row) * uint32(pitch) + column)
+                    gate += partial[at]
+                    up += partial[uint32(at + uint32(1))]
+                store(
+                    (gate, up),
+                    y_column,
+                    scales,
+                    scale_stride,
+                    bias,
+                    residual,
+                    int64(0),
+                    out,
+                    y_row * out_stride + (y_column >> int64(1)),
+                )
+            if not gated and y_row < rows and y_column < columns:
                 total = float32(0.0)
                 for i in range(warps):
                     total += partial[uint32(uint32(uint32(i * block_rows) + row) * uint32(pitch) + column)]

@@ -262,6 +262,11 @@ def matmul_stream_kernel(
     store = finish(dtype, epilogue)
     # with more the compiler leaves the sums in memory: the loop that writes them is too long
     direct = values <= MOST_DIRECT
+    gated = epilogue.gated
+    direct_gated, direct_one = direct and gated, direct and not gated
+    halves = 2 * row_tiles * column_tiles  # of fragments: 8 rows and columns of y, two sums a lane
+    element_columns = 2 if gated else 1  # of an element of y
+    out_n = tile_n // element_columns
     full_at, free_at, flag_at, constants_at = 0, 8 * stages, 16 * stages, 16 * stages + 8
     ring_at = SWIZZLE_BYTES
 
@@ -271,6 +276,68 @@ def matmul_stream_kernel(
         for i in range(tile_n // 32):
             row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(32 * i) + lane), columns - uint32(1))
             ptx.prefetch_l2(ptx.address(scales, int64(row) * scale_stride + int64(uint32(k // uint32(group_size)))))
+
+    @cuda.jit(device=True, inline="always")
+    def merge(partial, number, here, first_block, last_block):
+        """A sum of a tile from those of the blocks that share it, which have ``here`` each."""
+        total = float32(0.0)
+        part = first_block
+        while part <= last_block:
+            found = cuda.local.array(MERGE_UNROLL, float32)
+            for i in range(MERGE_UNROLL):
+                from_block = uint32(part + uint32(i))
+                found[i] = float32(0.0)
+                if from_block <= last_block:
+                    # the first block begins, or has begun before, the tile: its second slot
+                    from_slot = uint32(from_block << uint32(1))
+                    if from_block == first_block:
+                        from_slot = uint32(from_slot + uint32(1))
+                    at = uint32(uint32(from_slot * here) + number)
+                    found[i] = ptx.ld_global_relaxed_f32(ptx.address(partial, at))
+            for i in range(MERGE_UNROLL):
+                total += found[i]
+            part = uint32(part + uint32(MERGE_UNROLL))
+        return total
+
+    @cuda.jit(device=True, inline="always")
+    def row_of(quad, t, j):
+        """The row of y of a lane's sum j (0 or 1) in row tile t."""
+        place = uint32(uint32(quad << uint32(1)) + uint32(j))
+        if dense:
+            return uint32(place + uint32(8 * t))
+        # columns 2q, 2q + 1 of the fragment in the order of x_row
+        return uint32(uint32(uint32(place & uint32(3)) << uint32(1)) + uint32(place >> uint32(2)) + uint32(8 * t))
+
+    @cuda.jit(device=True, inline="always")
+    def store_gated(sums, lane, first_column, rows, columns, scales, scale_stride, bias, residual, out, out_stride):
+        """A warp's y, whose lanes have row l / 4 of the weight, an even one a gate's and the next its up's.
+
+        Two such lanes exchange a sum: the even one finishes the first of their two rows of y, the odd one the second.
+        """
+        quad = uint32(lane & uint32(3))
+        is_up = uint32(uint32(lane >> uint32(2)) & uint32(1)) == uint32(1)
+        own_row = row_of(quad, 0, 1) if is_up else row_of(quad, 0, 0)
+        own_column = uint32(first_column & uint32(0xFFFFFFFE))
+        for i in range(halves):
+            c, half, t = i // (2 * row_tiles), i // row_tiles % 2, i % row_tiles
+            at = 4 * (c * row_tiles + t) + 2 * half
+            other = ptx.shfl_bfly(sums[at] if is_up else sums[at + 1], uint32(4))
+            gate = other if is_up else sums[at]
+            up = sums[at + 1] if is_up else other
+            row = uint32(own_row + uint32(8 * t))
+            y_column = uint32(own_column + uint32(FRAGMENT_COLUMNS * c + 8 * half))
+            if row < rows and y_column < columns:
+                store(
+                    (gate, up),
+                    int64(y_column),
+                    scales,
+                    scale_stride,
+                    bias,
+                    residual,
+                    int64(0),
+                    out,
+                    int64(row) * out_stride + int64(uint32(y_column >> uint32(1))),
+                )
 
     @kernel(launch_bounds=(consumer_threads + ptx.WARP, 2 if overlap and _two_fit(weight, row_tiles) else 1))
     def matmul_stream(
@@ -441,23 +508,21 @@ def matmul_stream_kernel(
                     parity = uint32(parity ^ uint32(1))
 
             step = uint32(0)
+            if direct_gated and whole:
+                warp_first = uint32(first_column + warp_column)
+                store_gated(
+                    sums, lane, warp_first, rows, columns, scales, scale_stride, bias, residual, out, out_stride
+                )
+                tile = uint32(tile + uint32(1))
+                continue
             for c in range(column_tiles):
                 for t in range(row_tiles):
                     for j in range(4):
-                        if dense:
-                            row = uint32(uint32(quad << uint32(1)) + uint32(8 * t + j % 2))
-                        else:
-                            # columns 2q, 2q + 1 of the fragment in the order of x_row
-                            place = uint32(uint32(quad << uint32(1)) + uint32(j % 2))
-                            row = uint32(
-                                uint32(uint32(place & uint32(3)) << uint32(1))
-                                + uint32(place >> uint32(2))
-                                + uint32(8 * t)
-                            )
+                        row = row_of(quad, t, j % 2)
                         column = uint32(warp_column + uint32(FRAGMENT_COLUMNS * c + 8 * (j // 2)))
                         y_column = uint32(first_column + column)
                         if row < rows and y_column < columns:
-                            if direct and whole:
+                            if direct_one and whole:
                                 store(
                                     (sums[4 * (c * row_tiles + t) + j],),
                                     int64(y_column),
@@ -488,29 +553,22 @@ def matmul_stream_kernel(
                 if ptx.ld_shared(flag) == uint32(last_block - first_block):
                     number = thread
                     here = uint32(rows * uint32(tile_n))
-                    while number < here:
-                        row = uint32(number // uint32(tile_n))
-                        y_column = uint32(first_column + uint32(number % uint32(tile_n)))
+                    while number < uint32(rows * uint32(out_n)):
+                        row = uint32(number // uint32(out_n))
+                        column = uint32(number % uint32(out_n))
+                        at = uint32(number * uint32(element_columns))
+                        y_column = uint32(first_column + uint32(column * uint32(element_columns)))
+                        out_column = uint32(y_column // uint32(element_columns))
                         if y_column < columns:
-                            total = float32(0.0)
-                            part = first_block
-                            while part <= last_block:
-                                found = cuda.local.array(MERGE_UNROLL, float32)
-                                for i in range(MERGE_UNROLL):
-                                    from_block = uint32(part + uint32(i))
-                                    found[i] = float32(0.0)
-                                    if from_block <= last_block:
-                                        # the first block begins, or has begun before, the tile: its second slot
-                                        from_slot = uint32(from_block << uint32(1))
-                                        if from_block == first_block:
-                                            from_slot = uint32(from_slot + uint32(1))
-                                        at = uint32(uint32(from_slot * here) + number)
-                                        found[i] = ptx.ld_global_relaxed_f32(ptx.address(partial, at))
-                                for i in range(MERGE_UNROLL):
-                                    total += found[i]
-                                part = uint32(part + uint32(MERGE_UNROLL))
+                            if gated:
+                                merged = (
+                                    merge(partial, at, here, first_block, last_block),
+                                    merge(partial, uint32(at + uint32(1)), here, first_block, last_block),
+                                )
+                            else:
+                                merged = (merge(partial, at, here, first_block, last_block),)
                             store(
-                                (total,),
+                                merged,
                                 int64(y_column),
                                 scales,
                                 scale_stride,
@@ -518,7 +576,7 @@ def matmul_stream_kernel(
                                 residual,
                                 int64(row) * residual_stride + int64(y_column),
                                 out,
-                                int64(row) * out_stride + int64(y_column),
+                                int64(row) * out_stride + int64(out_column),
                             )
                         number = uint32(number + uint32(consumer_threads))
                 if not direct:

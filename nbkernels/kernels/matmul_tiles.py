@@ -253,8 +253,10 @@ def matmul_tiles_kernel(dtype, weight, group_size, wide, pairs, tile_m, tile_n, 
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale group_size, a multiple of STEP).
 
     wide: x's and the weight's rows begin at 16-byte addresses; else they are read element by element. pairs: pairs of columns are
-    4-byte aligned in bias, residual and out, whose columns are even in number.
+    4-byte aligned in bias, residual and out, whose columns are even in number. A gated epilogue has pairs in any case.
     """
+    pairs = pairs or epilogue.gated
+    gated = epilogue.gated
     warps_n = tile_n // warp_n
     threads = tile_m // warp_m * warps_n * ptx.WARP
     weight_dtype = dtype if weight == "dense" else "int8"
@@ -384,6 +386,7 @@ def matmul_tiles_kernel(dtype, weight, group_size, wide, pairs, tile_m, tile_n, 
                 y_row = first_row + int64(row)
                 y_column = first_column + int64(inside)
                 values_y = (y_tile[at], y_tile[uint32(at + uint32(1))]) if pairs else (y_tile[at],)
+                out_column = y_column >> int64(1) if gated else y_column
                 store(
                     values_y,
                     y_column,
@@ -393,7 +396,7 @@ def matmul_tiles_kernel(dtype, weight, group_size, wide, pairs, tile_m, tile_n, 
                     residual,
                     y_row * residual_stride + y_column,
                     out,
-                    y_row * out_stride + y_column,
+                    y_row * out_stride + out_column,
                 )
             number = uint32(number + uint32(threads * width))
 

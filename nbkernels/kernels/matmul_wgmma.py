@@ -30,6 +30,7 @@ from functools import cache, lru_cache
 from numba import cuda, float32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
+from nbkernels.kernels.activation import silu
 from nbkernels.kernels.elements import conversions, pair_conversions
 from nbkernels.kernels.epilogue import activation_function
 from nbkernels.kernels.int8 import floats_from_int8x2, pair_from_int8x2
@@ -73,6 +74,7 @@ X_ROW_BYTES = 2 * STEP
 K_STEPS = STEP // 16  # products a stage
 BOX = 64  # rows and columns of a box of y
 BOX_BYTES = BOX * BOX * 2
+GATED_ROW_BYTES = BOX  # of a box whose columns are halved, two sums an element
 WARPGROUP = 128
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
@@ -295,6 +297,87 @@ def _fill_transposed(dtype, epilogue):
     return fill
 
 
+@cuda.jit(device=True, inline="always")
+def gated_place(box, row, element):
+    """Where an element of a gated box lies: rows of 64 bytes, their four pieces exchanged (the swizzle of 64 bytes)."""
+    chunk = uint32(uint32(element >> uint32(3)) ^ uint32(uint32(row >> uint32(1)) & uint32(3)))
+    inside = uint32(uint32(element & uint32(7)) << uint32(1))
+    return uint32(box + uint32(row * uint32(GATED_ROW_BYTES)) + uint32(chunk << uint32(4)) + inside)
+
+
+@cache
+def _fill_dense_gated(dtype, epilogue):
+    """As _fill_dense where two columns of sums, which a lane has, make one of y: a box of 64 × 32."""
+    unpack, _ = pair_conversions(dtype)
+    _, to_storage = conversions(dtype)
+    has_bias = epilogue.bias
+
+    @cuda.jit(device=True, inline="always")
+    def fill(box, sums, at, row, column, warp, lane, call):
+        _, _, columns, _, _, bias, _, _ = call
+        quad = uint32(lane & uint32(3))
+        inside = uint32(uint32(warp << uint32(4)) + uint32(lane >> uint32(2)))
+        for j in range(8):
+            biases = (float32(0.0), float32(0.0))
+            if has_bias:
+                n = min(uint32(column + uint32(quad << uint32(1)) + uint32(8 * j)), uint32(columns - uint32(2)))
+                biases = unpack(ptx.ld_global_nc(ptx.address(bias, int64(n))))
+            for h in range(2):
+                gate = sums[at + 4 * j + 2 * h]
+                up = sums[at + 4 * j + 2 * h + 1]
+                if has_bias:
+                    gate += biases[0]
+                    up += biases[1]
+                place = gated_place(box, uint32(inside + uint32(8 * h)), uint32(quad + uint32(4 * j)))
+                ptx.st_shared_u16(place, to_storage(float32(silu(gate) * up)))
+
+    return fill
+
+
+@cache
+def _fill_transposed_gated(dtype, epilogue):
+    """As _fill_transposed where two rows of sums, which neighbouring lanes have, make one column of y: a box of 64 × 32.
+
+    The lane of the gate finishes the first of their two rows of y, that of the up the second; nothing is left to turn.
+    """
+    from_storage, to_storage = conversions(dtype)
+    has_scale, has_bias = epilogue.row_scale, epilogue.bias
+
+    @cuda.jit(device=True, inline="always")
+    def fill(box, sums, at, row, column, warp, lane, call):
+        _, _, columns, scales, scale_stride, bias, _, _ = call
+        g = uint32(lane >> uint32(2))
+        which = uint32(g & uint32(1))
+        is_up = which == uint32(1)
+        first_column = uint32(column + uint32(warp << uint32(4)))
+        own_row = uint32(uint32(uint32(lane & uint32(3)) << uint32(1)) + which)
+        for h in range(2):
+            n = int64(min(uint32(first_column + g + uint32(8 * h)), uint32(columns - uint32(1))))
+            scale = float32(1.0)
+            added_bias = float32(0.0)
+            if has_scale:
+                scale = scales[n * scale_stride]
+            if has_bias:
+                added_bias = from_storage(bias[n])
+            element = uint32(uint32(warp << uint32(3)) + uint32(4 * h) + uint32(g >> uint32(1)))
+            for j in range(8):
+                first = sums[at + 4 * j + 2 * h]
+                second = sums[at + 4 * j + 2 * h + 1]
+                if has_scale:
+                    first *= scale
+                    second *= scale
+                if has_bias:
+                    first += added_bias
+                    second += added_bias
+                other = ptx.shfl_bfly(first if is_up else second, uint32(4))
+                gate = other if is_up else first
+                up = second if is_up else other
+                place = gated_place(box, uint32(own_row + uint32(8 * j)), element)
+                ptx.st_shared_u16(place, to_storage(float32(silu(gate) * up)))
+
+    return fill
+
+
 def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_pong, epilogue):
     """weight: "dense", "rows" (int8, a scale a row: the epilogue's) or "groups" (int8, a scale group_size, a multiple of 32).
 
@@ -316,7 +399,11 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
     teams = 1 if ping_pong else CONSUMERS  # consumers of a stage
     assert blocks == 1 or dense
     multiply = multiply_dense(dtype, blocks, b_rows) if dense else _multiply_int8(dtype, b_rows, groups)
-    fill = (_fill_dense if dense else _fill_transposed)(dtype, epilogue)
+    gated = epilogue.gated
+    if gated:
+        fill = (_fill_dense_gated if dense else _fill_transposed_gated)(dtype, epilogue)
+    else:
+        fill = (_fill_dense if dense else _fill_transposed)(dtype, epilogue)
     keep = ptx.hold(values)
     free = 8 * stages
     store_barrier, turn_barrier = 1, 1 + CONSUMERS
@@ -358,7 +445,8 @@ def matmul_wgmma_kernel(dtype, weight, group_size, tile_m, tile_n, stages, ping_
                 bulk_wait_read(0)  # the other box is free again, for those behind the barrier
             barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))
             if leader and inside:
-                tensor_store_2d(call[0], column, row, box)
+                out_column = uint32(column >> uint32(1)) if gated else column
+                tensor_store_2d(call[0], out_column, row, box)
                 bulk_commit()
             others(sums, boxes, corner, team, call)
 
@@ -538,7 +626,7 @@ def tiles(rows, columns, tile_m, tile_n):
 
 def serves(x, weight, kind, group_size, pairs, out, device):
     """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
-    rows, columns = out.shape
+    rows, columns = x.shape[0], weight.shape[0]
     return (
         device.arch == "sm_90a"
         and pairs
@@ -582,18 +670,19 @@ def plan_of(rows, columns, constants, sm_count):
 
 def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
-    rows, columns = out.shape
+    rows, columns = x.shape[0], weight.shape[0]
     chosen = plan(rows, columns, x.dtype, kind, group_size, epilogue, device.sm_count)
     launch(chosen, arguments(chosen, x, weight, scales, bias, residual, out, device), device, stream)
 
 
 def arguments(chosen, x, weight, scales, bias, residual, out, device, band_rows=BAND_ROWS):
     """What the kernel of a Plan is launched with."""
-    _, kind, _, tile_m, tile_n, _, _, _ = chosen.constants
+    _, kind, _, tile_m, tile_n, _, _, epilogue = chosen.constants
+    out_box = ((BOX, BOX // 2), GATED_ROW_BYTES) if epilogue.gated else ((BOX, BOX), 128)
     return (
         tensor_map(x, (tile_m, STEP), device=device),
         tensor_map(weight, (tile_n, STEP), 128 if kind == "dense" else 64, device=device),
-        tensor_map(out, (BOX, BOX), device=device),
+        tensor_map(out, *out_box, device=device),
         0 if scales is None else scales.pointer,
         0 if bias is None else bias.pointer,
         0 if residual is None else residual.pointer,

@@ -89,30 +89,42 @@ def source(dtype, walk, threads, chunks, has_residual, rows_per_block=1):
 
 
 @cache
-def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias):
+def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised):
     """scale_chunk(values, weight, bias, first, thread, columns, c): values = values · weight + bias, of chunk c.
 
-    first: the column at which the row or tile begins.
+    first: the column at which the row or tile begins. A quantised row is computed twice and must be rounded alike, so that
+    it is not left to the compiler, which does so within a basic block, whether a product and a sum become one operation.
     """
     width = vector_width(dtype)
     one = row_access(parameter_dtype or dtype, width, "wide" if walk == "wide" else "strided", threads, 1, cached=True)
     words, load, get = one.words, one.load, one.get
+    hold_values = ptx.hold(width, "f")
     chunk_columns = threads * width
 
     @cuda.jit(device=True, inline="always")
     def scale_chunk(values, weight, bias, first, thread, columns, c):
         raw = cuda.local.array(words, uint32)
         operand = cuda.local.array(width, float32)
+        added = cuda.local.array(width, float32)
         # what is left of the row from the chunk on: a chunk by itself is one of a row that begins there
         here = uint32(0)
         if uint32(c * chunk_columns) < columns:
             here = uint32(columns - uint32(c * chunk_columns))
-        if has_weight:
+        if has_weight and has_bias and quantised:
+            load(weight, first + int64(c * chunk_columns), thread, here, raw)
+            get(raw, 0, operand)
+            load(bias, first + int64(c * chunk_columns), thread, here, raw)
+            get(raw, 0, added)
+            for j in range(width):
+                values[j] = ptx.fma(values[j], operand[j], added[j])
+        elif has_weight:
             load(weight, first + int64(c * chunk_columns), thread, here, raw)
             get(raw, 0, operand)
             for j in range(width):
                 values[j] *= operand[j]
-        if has_bias:
+        if has_bias and not (has_weight and quantised):
+            if quantised:
+                hold_values(values, 0)  # the product before is rounded
             load(bias, first + int64(c * chunk_columns), thread, here, raw)
             get(raw, 0, operand)
             for j in range(width):

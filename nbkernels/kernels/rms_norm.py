@@ -64,7 +64,7 @@ def _rms_norm_row(
     width = vector_width(dtype)
     words, _, get, anew = source
     put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False)
+    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
     row_sum, _ = reductions(threads, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
 
@@ -262,7 +262,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False)
+    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
     row_sums = several_sums(threads, 2)
 
     normalise = _normalise(width, get, scale_chunk)

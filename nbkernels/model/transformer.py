@@ -5,8 +5,8 @@ A layer, with x the residual stream [batch, tokens, hidden]:
     q, k, v = rms_norm(x) · Wqkv                 one product; q, k, v are views of it
     q, cache = rotary(q), cache + (rotary(k), v)        into the cache's pages
     x = attention(q, cache) · Wo + x
-    gate, up = rms_norm(x) · Wgate_up            one product
-    x = (silu(gate) · up) · Wdown + x
+    gated = silu(gate) · up                      one product, rms_norm(x) · Wgate_up, whose columns are gate's and up's by turns
+    x = gated · Wdown + x
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,10 @@ QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activation
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer. qkv [(heads + 2·kv_heads)·head_dim, hidden]; gate_up [2·feed_forward, hidden]."""
+    """The weights of one layer. qkv [(heads + 2·kv_heads)·head_dim, hidden]; gate_up [2·feed_forward, hidden].
+
+    gate_up is what ``interleave_gate_up`` makes; for int8 activations the gate's rows stand above the up's instead.
+    """
 
     attention_norm: object  # [hidden]
     qkv: object
@@ -41,6 +44,14 @@ def rotary_tables(config, positions):
     frequencies = config.rope_base ** (-np.arange(0, config.rope_dim, 2) / max(config.rope_dim, 1))
     angles = np.outer(np.arange(positions), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def interleave_gate_up(gate, up):
+    """Two matrices [n, depth] as one [2·n, depth] whose row 2i is the gate's row i and row 2i + 1 the up's.
+
+    It is the weight that activation="silu_mul" of ``matmul`` and ``int8_matmul`` wants.
+    """
+    return np.stack([gate, up], axis=1).reshape(2 * len(gate), -1)
 
 
 class Transformer:
@@ -100,8 +111,11 @@ class Transformer:
             )
             x = self.linear(seen.reshape(batch, tokens, q_width), layer.output, residual=x)
             normed = ops.rms_norm(x, layer.feed_forward_norm, eps=config.norm_eps)
-            gate_up = self.linear(normed, layer.gate_up)  # [batch, tokens, 2·feed_forward]
-            gated = ops.silu_mul(gate_up[..., : config.feed_forward], gate_up[..., config.feed_forward :])
+            if self.int8_options:
+                gate_up = self.linear(normed, layer.gate_up)  # [batch, tokens, 2·feed_forward]
+                gated = ops.silu_mul(gate_up[..., : config.feed_forward], gate_up[..., config.feed_forward :])
+            else:
+                gated = self.linear(normed, layer.gate_up, activation="silu_mul")  # [batch, tokens, feed_forward]
             x = self.linear(gated, layer.down, residual=x)
         cache.end(step)
         return x
@@ -121,6 +135,7 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
     config = checkpoint.config
     steps = 4 * config.layers + 1
     done = 0
+    int8_activations = quantize is not None and QUANTIZATIONS[quantize][1] == "int8"
 
     def place_matrix(parts):
         nonlocal done
@@ -131,6 +146,12 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
 
     def norm(name):
         return backend.place(checkpoint.tensor(name, (config.hidden,)).astype(dtype, copy=False))
+
+    def gate_up_parts(prefix):
+        parts = [
+            checkpoint.tensor(prefix + name, (feed_forward, hidden)) for name in ("ffn_gate.weight", "ffn_up.weight")
+        ]
+        return parts if int8_activations else [interleave_gate_up(*parts)]
 
     q_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, feed_forward = config.hidden, config.feed_forward
@@ -150,19 +171,13 @@ def load_transformer(checkpoint, *, dtype, quantize, progress):
                 ),
                 output=place_matrix([checkpoint.tensor(prefix + "attn_output.weight", (hidden, q_width))]),
                 feed_forward_norm=norm(prefix + "ffn_norm.weight"),
-                gate_up=place_matrix(
-                    [
-                        checkpoint.tensor(prefix + "ffn_gate.weight", (feed_forward, hidden)),
-                        checkpoint.tensor(prefix + "ffn_up.weight", (feed_forward, hidden)),
-                    ]
-                ),
+                gate_up=place_matrix(gate_up_parts(prefix)),
                 down=place_matrix([checkpoint.tensor(prefix + "ffn_down.weight", (hidden, feed_forward))]),
             )
         )
     head = embedding
     if checkpoint.has("output.weight"):  # else the head is tied to the embedding
         head = _place_weight([checkpoint.tensor("output.weight", (config.vocab, hidden))], dtype, quantize)
-    int8_activations = quantize is not None and QUANTIZATIONS[quantize][1] == "int8"
     return Transformer(config, dtype, embedding, layers, norm("output_norm.weight"), head, int8_activations)
 
 
