@@ -7,8 +7,9 @@ from compare import BOUND, poisoned, random, relative_error, to_device, to_host
 
 import nbkernels as nbk
 from nbkernels import reference
+from nbkernels.arrays import DeviceArray
 from nbkernels.kernels import layer_norm, norm, rms_norm, softmax
-from nbkernels.kernels.rows import plan_rows, plan_streamed
+from nbkernels.kernels.rows import plan_rows, plan_streamed, shared_bytes
 from nbkernels.launch.launcher import Plan, launch
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -24,14 +25,16 @@ def hopper(request):
         yield on
 
 
-def held_and_streamed(held, streamed, rows, dtype, options, arrays, blocks, slots, cluster):
+def held_and_streamed(held, streamed, rows, dtype, options, arrays, blocks, slots, cluster, walk="wide", kept=True):
     """The Plans of the same part of a row a thread, one with a block or cluster a row and one with ``blocks`` that stay."""
-    constants = (dtype, "wide", THREADS, CHUNKS, 1, 1, cluster, *options)
+    of_held = options if streamed is softmax.streamed_softmax_kernel else (*options, False)
+    constants = (dtype, walk, THREADS, CHUNKS, 1, 1, cluster, *of_held)
     part = (THREADS, CHUNKS, cluster)
     reach = blocks * cluster if cluster <= 2 else 16 * -(-blocks * cluster // 16)
-    plan = plan_streamed(streamed, rows, dtype, part, options, arrays, reach, slots, 1)
-    assert plan.constants[5] == slots and plan.grid[0] == min(rows, blocks) * cluster
-    return Plan(held, constants, (rows * cluster, 1, 1), (THREADS, 1, 1), 0), plan
+    plan = plan_streamed(streamed, rows, dtype, walk, part, (*options, kept), arrays, reach, 0, slots, 1)
+    assert plan.constants[6] == slots and plan.grid[0] == min(rows, blocks) * cluster
+    shared = shared_bytes(dtype, walk, THREADS, CHUNKS, 1, arrays)
+    return Plan(held, constants, (rows * cluster, 1, 1), (THREADS, 1, 1), shared), plan
 
 
 def columns_of(dtype, cluster):
@@ -133,6 +136,64 @@ def test_int8_has_the_same_bits(hopper, cluster):
     kernels = rms_norm.rms_norm_kernel, rms_norm.streamed_rms_norm_kernel
     plans = held_and_streamed(*kernels, 7, BF16, (BF16, True, True), 2, 2, 2, cluster)
     for held, streamed in zip(*norm_bits(hopper, plans, 7, columns, BF16, True, 1, True), strict=True):
+        np.testing.assert_array_equal(held, streamed)
+
+
+# ---- rows that begin anywhere -------------------------------------------------------------------------------------------
+
+ODD_RINGS = [RINGS[n] for n in (0, 1, 3, 4)]
+odd_rings = pytest.mark.parametrize(("rows", "blocks", "slots", "cluster"), ODD_RINGS)
+
+
+def odd_columns(dtype):
+    """A length that no piece's elements nor two divide: each row begins elsewhere, and the second chunk is partial."""
+    return THREADS * CHUNKS * (16 // dtype.itemsize) - 13
+
+
+def shifted(array, dtype, gap):
+    """(the array on the device, ``gap`` NaN before each of its rows, all of this in one row)."""
+    rows, columns = array.shape
+    wider = np.full((rows, gap + columns), np.nan, np.float32).astype(dtype)
+    wider[:, gap:] = array
+    whole = to_device(wider.reshape(-1))
+    pointer = whole.pointer + gap * dtype.itemsize
+    return DeviceArray(pointer, (rows, columns), (gap + columns, 1), dtype, whole.owner), whole
+
+
+@dtypes
+@odd_rings
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("operation", ["softmax", "rms_norm", "rms_norm, residual", "layer_norm"])
+def test_odd_rows_have_the_same_bits(hopper, rows, blocks, slots, cluster, gap, operation, dtype):
+    columns = odd_columns(dtype)
+    x = random((rows, columns), F32, seed=1)
+    x[0, :40] = -np.inf if operation == "softmax" else 0
+    x, _ = shifted(x.astype(dtype), dtype, gap)
+    name, _, residual = operation.partition(", ")
+    kernels = {"softmax": softmax, "rms_norm": rms_norm, "layer_norm": layer_norm}[name]
+    options = {"softmax": (), "rms_norm": (dtype, bool(residual), False)}.get(name, (dtype, True, True, False, False))
+    factories = getattr(kernels, f"{name}_kernel"), getattr(kernels, f"streamed_{name}_kernel")
+    arrays = 2 if residual else 1
+    plans = held_and_streamed(
+        *factories, rows, dtype, options, arrays, blocks, max(slots, 2), cluster, "staged", kept=gap == 0
+    )
+    other = shifted(random((rows, columns), dtype, seed=3), dtype, gap)[0] if residual else None
+    parameters = [to_device(1 + random((columns,), dtype, seed=4 + n)) for n in range(2)]
+    results = []
+    for plan in plans:
+        nothing = np.full((rows, columns), np.nan, np.float32).astype(dtype)
+        (y, around), (total, around_total) = shifted(nothing, dtype, gap), shifted(nothing, dtype, gap)
+        if name == "softmax":
+            arguments = x.pointer, y.pointer, rows, columns, x.strides[0], y.strides[0], 0.7
+        else:
+            given = parameters[: 2 if name == "layer_norm" else 1]
+            arguments = norm.arguments(x, given, other, y, None, total if residual else None, 1e-5)
+        launch(plan, arguments, hopper)
+        results.append([bits(y), bits(total)])
+        for written in (around, around_total) if residual else (around,):
+            written = to_host(written).astype(np.float32).reshape(rows, -1)
+            assert np.isfinite(written[:, gap:]).all() and np.isnan(written[:, :gap]).all()
+    for held, streamed in zip(*results, strict=True):
         np.testing.assert_array_equal(held, streamed)
 
 

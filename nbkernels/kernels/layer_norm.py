@@ -65,10 +65,12 @@ def _layer_norm_row(
     has_bias,
     has_residual,
     quantised,
+    kept,
 ):
-    """(one_row, sums a row, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
+    """(one_row, fetch, sums a row, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
 
-    scratches: shared memory of three reductions, the second of as many sums. start: the block's first column.
+    vectors: what fetch returned; scratches: shared memory of three reductions, the second of as many sums; start: the block's
+    first column.
     """
     width = vector_width(dtype)
     # 16-bit values have so few digits that a float32 holds their mean well enough
@@ -76,13 +78,14 @@ def _layer_norm_row(
     sum_count = 2 if corrected else 1
     words, _, get, anew = source
     whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    vectors_of = (dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    fetch, scale_chunk = norm.parameters(*vectors_of, kept)
     row_sum, _ = reductions(threads, cluster)
     row_sums = several_sums(threads, sum_count, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
 
     @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
+    def normalise(held, c, values, vectors, start, thread, columns, statistics):
         mean, correction, scale, offset = statistics
         get(held, c, values)
         for j in range(width):
@@ -90,7 +93,7 @@ def _layer_norm_row(
                 values[j] = (values[j] - mean - correction) * scale
             else:
                 values[j] = ptx.fma(values[j], scale, offset)
-        scale_chunk(values, weight, bias, start, thread, columns, c)
+        scale_chunk(values, vectors, start, thread, columns, c)
 
     result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
     largest, divisor, again, put_result, flush_result = result[:5]
@@ -98,8 +101,7 @@ def _layer_norm_row(
     @cuda.jit(device=True, inline="always")
     def one_row(
         held,
-        weight,
-        bias,
+        vectors,
         y,
         y_start,
         total,
@@ -137,7 +139,7 @@ def _layer_norm_row(
             for j in range(width):
                 if whole(c, here) or inside(c * width + j, thread, here):
                     deviation = values[j] - mean
-                    sums[0] += deviation * deviation
+                    sums[0] = ptx.fma(deviation, deviation, sums[0])
                     if corrected:
                         sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
         row_sums(sums, sums_scratch)
@@ -146,15 +148,15 @@ def _layer_norm_row(
 
         anew(held)
         statistics = (mean, correction, scale, -mean * scale)
-        top = largest(held, weight, bias, start, thread, here, statistics)
+        top = largest(held, vectors, start, thread, here, statistics)
         step = divisor(top, scales, row, scales_stride, start, thread, here)
         again(held)
         for c in range(chunks):
-            normalise(held, c, values, weight, bias, start, thread, here, statistics)
+            normalise(held, c, values, vectors, start, thread, here, statistics)
             put_result(y, y_start, thread, here, c, values, step)
         flush_result(y, y_start, thread, here)
 
-    return one_row, sum_count, result
+    return one_row, fetch, sum_count, result
 
 
 def layer_norm_kernel(
@@ -170,11 +172,13 @@ def layer_norm_kernel(
     has_bias,
     has_residual,
     quantised,
+    kept,
 ):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row; kept: whether weight and bias are sent for with the
+    row.
     """
     width = vector_width(dtype)
     locate = place(threads, rows_per_block, cluster, width)
@@ -182,8 +186,8 @@ def layer_norm_kernel(
     source = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     words, read = source[:2]
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
-    one_row, sum_count, result = _layer_norm_row(
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised, kept)
+    one_row, fetch, sum_count, result = _layer_norm_row(
         dtype, walk, threads, chunks, cluster, source, access, entered, *options
     )
     scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
@@ -214,11 +218,11 @@ def layer_norm_kernel(
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
+        vectors = fetch(weight, bias, start, thread, here)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
         one_row(
             held,
-            weight,
-            bias,
+            vectors,
             y,
             row * y_stride + start,
             total,
@@ -239,6 +243,7 @@ def layer_norm_kernel(
 
 def streamed_layer_norm_kernel(
     dtype,
+    walk,
     threads,
     chunks,
     resident,
@@ -249,6 +254,7 @@ def streamed_layer_norm_kernel(
     has_bias,
     has_residual,
     quantised,
+    kept,
 ):
     """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
 
@@ -257,15 +263,15 @@ def streamed_layer_norm_kernel(
     width = vector_width(dtype)
     locate = place(threads, 1, cluster, width)
     enter, entered = entrance(cluster)
-    source = norm.source(dtype, "wide", threads, chunks, has_residual)
+    source = norm.source(dtype, walk, threads, chunks, has_residual)
     words = source.words
-    access = row_access(dtype, width, "wide", threads, chunks)
-    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
-    one_row, sum_count, result = _layer_norm_row(
-        dtype, "wide", threads, chunks, cluster, source, access, nothing, *options
+    arrays = 2 if has_residual else 1
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, arrays)
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised, kept)
+    one_row, fetch, sum_count, result = _layer_norm_row(
+        dtype, walk, threads, chunks, cluster, source, access, nothing, *options
     )
     scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
-    step, begin, take = stream(dtype, threads, chunks, cluster, slots, 2 if has_residual else 1)
 
     @kernel(launch_bounds=(threads, resident), cluster=cluster)
     def streamed_layer_norm(
@@ -295,18 +301,19 @@ def streamed_layer_norm_kernel(
         start = int64(first)
         rows_of = (x, x_stride, residual, residual_stride)
         ring = begin(rows_of, row, rows, first, here)
+        vectors = fetch(weight, bias, start, thread, here)
         entered()
         turn = uint32(0)
         while row < rows:
-            take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            y_start, total_start = row * y_stride + start, row * total_stride + start
             one_row(
                 held,
-                weight,
-                bias,
-                y,
-                row * y_stride + start,
-                total,
-                row * total_stride + start,
+                vectors,
+                target(y, y_start, slot, 0),
+                y_start,
+                target(total, total_start, slot, 1),
+                total_start,
                 scales,
                 scales_stride,
                 row,
@@ -319,6 +326,7 @@ def streamed_layer_norm_kernel(
             )
             row += step()
             turn = uint32(turn + uint32(1))
+        end()
 
     return streamed_layer_norm
 
@@ -336,17 +344,18 @@ def tiled_layer_norm_kernel(
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     inside, put, flush = access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    vectors_of = (dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    _, scale_chunk = norm.parameters(*vectors_of)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
     @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
+    def normalise(held, c, values, vectors, start, thread, columns, statistics):
         shift, mean, scale = statistics
         get(held, c, values)
         for j in range(width):
             values[j] = (values[j] - shift - mean) * scale
-        scale_chunk(values, weight, bias, start, thread, columns, c)
+        scale_chunk(values, vectors, start, thread, columns, c)
 
     result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
     largest, divisor, _, put_result, flush_result = result[:5]
@@ -424,7 +433,7 @@ def tiled_layer_norm_kernel(
             for start in range(int64(0), columns, int64(tile)):
                 here = uint32(min(columns - start, int64(tile)))
                 read(x, x_row + start, residual, residual_row + start, thread, here, held)
-                top = ptx.fmax_nan(top, largest(held, weight, bias, start, thread, here, statistics))
+                top = ptx.fmax_nan(top, largest(held, (weight, bias), start, thread, here, statistics))
         step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
 
         for start in range(int64(0), columns, int64(tile)):
@@ -436,7 +445,7 @@ def tiled_layer_norm_kernel(
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                normalise(held, c, values, weight, bias, start, thread, here, statistics)
+                normalise(held, c, values, (weight, bias), start, thread, here, statistics)
                 put_result(y, row * y_stride + start, thread, here, c, values, step)
             flush_result(y, row * y_stride + start, thread, here)
 
@@ -463,6 +472,7 @@ def plan(
     """
     options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
     arrays = 2 if has_residual else 1
+    vectors = int(has_weight) + int(has_bias)
     return plan_rows(
         layer_norm_kernel,
         tiled_layer_norm_kernel,
@@ -477,6 +487,8 @@ def plan(
         spare=1,
         streamed=streamed_layer_norm_kernel,
         sm_count=sm_count,
+        vectors=vectors,
+        more=norm.keeping(dtype, parameter_dtype, vectors, arrays, walk),
     )
 
 
@@ -511,6 +523,6 @@ def run(x, weight, bias, residual, out, scales, total, eps, device, stream):
         residual is not None,
         has_clusters(device),
         quantised,
-        streaming(device),
+        streaming(device, walk, (x, residual, out, total)),
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, scales, total, eps), device, stream)

@@ -45,37 +45,37 @@ SUMS_SCRATCH = 2 * SCRATCH
 
 def _normalise(width, get, scale_chunk):
     @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, scale):
+    def normalise(held, c, values, vectors, start, thread, columns, scale):
         get(held, c, values)
         for j in range(width):
             values[j] *= scale
-        scale_chunk(values, weight, bias, start, thread, columns, c)
+        scale_chunk(values, vectors, start, thread, columns, c)
 
     return normalise
 
 
-def _rms_norm_row(
-    dtype, walk, threads, chunks, cluster, source, access, entered, weight_dtype, has_residual, quantised
-):
-    """(one_row, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
+def _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, entered, weight_dtype, has_residual, *options):
+    """(one_row, fetch, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
 
-    scratch, again_scratch: shared memory of two reductions. start: the block's first column.
+    vectors: what fetch returned; scratch, again_scratch: shared memory of two reductions; start: the block's first column.
     """
+    quantised, kept = options
     width = vector_width(dtype)
     words, _, get, anew = source
     put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
+    has_weight = weight_dtype is not None
+    parameters = norm.parameters(dtype, weight_dtype, walk, threads, chunks, has_weight, False, quantised, kept)
     row_sum, _ = reductions(threads, cluster)
     root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
 
-    normalise = _normalise(width, get, scale_chunk)
+    normalise = _normalise(width, get, parameters.scale_chunk)
     result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
     largest, divisor, again, put_result, flush_result = result[:5]
 
     @cuda.jit(device=True, inline="always")
     def one_row(
         held,
-        weight,
+        vectors,
         y,
         y_start,
         total,
@@ -98,7 +98,7 @@ def _rms_norm_row(
             if has_residual:
                 put(total, total_start, thread, here, c, values)
             for j in range(width):  # registers past the row are zero
-                squares += values[j] * values[j]
+                squares = ptx.fma(values[j], values[j], squares)
         if has_residual:
             flush(total, total_start, thread, here)
         entered()
@@ -107,24 +107,24 @@ def _rms_norm_row(
         scale = root(held, zero, squares, zero, inverse_columns, eps, thread, here, again_scratch)
 
         anew(held)
-        top = largest(held, weight, weight, start, thread, here, scale)
+        top = largest(held, vectors, start, thread, here, scale)
         step = divisor(top, scales, row, scales_stride, start, thread, here)
         again(held)
         for c in range(chunks):
-            normalise(held, c, values, weight, weight, start, thread, here, scale)
+            normalise(held, c, values, vectors, start, thread, here, scale)
             put_result(y, y_start, thread, here, c, values, step)
         flush_result(y, y_start, thread, here)
 
-    return one_row, result
+    return one_row, parameters.fetch, result
 
 
 def rms_norm_kernel(
-    dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual, quantised
+    dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual, quantised, kept
 ):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row; kept: whether the weight is sent for with the row.
     """
     width = vector_width(dtype)
     locate = place(threads, rows_per_block, cluster, width)
@@ -133,8 +133,8 @@ def rms_norm_kernel(
     source = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
     words, read = source[:2]
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    options = (weight_dtype, has_residual, quantised)
-    one_row, result = _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, entered, *options)
+    options = (weight_dtype, has_residual, quantised, kept)
+    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, entered, *options)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
@@ -160,10 +160,11 @@ def rms_norm_kernel(
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
+        vectors = fetch(weight, weight, start, thread, here)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
         one_row(
             held,
-            weight,
+            vectors,
             y,
             row * y_stride + start,
             total,
@@ -183,7 +184,9 @@ def rms_norm_kernel(
     return rms_norm
 
 
-def streamed_rms_norm_kernel(dtype, threads, chunks, resident, cluster, slots, weight_dtype, has_residual, quantised):
+def streamed_rms_norm_kernel(
+    dtype, walk, threads, chunks, resident, cluster, slots, weight_dtype, has_residual, quantised, kept
+):
     """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
 
     A row has one reduction alone, and another block may be at the next row's while this one still reads: rows take turns at two
@@ -193,12 +196,12 @@ def streamed_rms_norm_kernel(dtype, threads, chunks, resident, cluster, slots, w
     locate = place(threads, 1, cluster, width)
     enter, entered = entrance(cluster)
     scratch_size = SCRATCH * cluster
-    source = norm.source(dtype, "wide", threads, chunks, has_residual)
+    source = norm.source(dtype, walk, threads, chunks, has_residual)
     words = source.words
-    access = row_access(dtype, width, "wide", threads, chunks)
-    options = (weight_dtype, has_residual, quantised)
-    one_row, result = _rms_norm_row(dtype, "wide", threads, chunks, cluster, source, access, nothing, *options)
-    step, begin, take = stream(dtype, threads, chunks, cluster, slots, 2 if has_residual else 1)
+    arrays = 2 if has_residual else 1
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, arrays)
+    options = (weight_dtype, has_residual, quantised, kept)
+    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, nothing, *options)
 
     @kernel(launch_bounds=(threads, resident), cluster=cluster)
     def streamed_rms_norm(
@@ -226,18 +229,19 @@ def streamed_rms_norm_kernel(dtype, threads, chunks, resident, cluster, slots, w
         start = int64(first)
         rows_of = (x, x_stride, residual, residual_stride)
         ring = begin(rows_of, row, rows, first, here)
+        vectors = fetch(weight, weight, start, thread, here)
         entered()
         turn = uint32(0)
         while row < rows:
-            take(rows_of, row, rows, first, here, ring, turn, thread, held)
-            scratch = scratches[uint32(turn & uint32(1))]
+            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            y_start, total_start = row * y_stride + start, row * total_stride + start
             one_row(
                 held,
-                weight,
-                y,
-                row * y_stride + start,
-                total,
-                row * total_stride + start,
+                vectors,
+                target(y, y_start, slot, 0),
+                y_start,
+                target(total, total_start, slot, 1),
+                total_start,
                 scales,
                 scales_stride,
                 row,
@@ -246,11 +250,12 @@ def streamed_rms_norm_kernel(dtype, threads, chunks, resident, cluster, slots, w
                 here,
                 inverse_columns,
                 eps,
-                scratch,
+                scratches[uint32(turn & uint32(1))],
                 again_scratch,
             )
             row += step()
             turn = uint32(turn + uint32(1))
+        end()
 
     return streamed_rms_norm
 
@@ -262,10 +267,11 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
+    has_weight = weight_dtype is not None
+    parameters = norm.parameters(dtype, weight_dtype, walk, threads, chunks, has_weight, False, quantised)
     row_sums = several_sums(threads, 2)
 
-    normalise = _normalise(width, get, scale_chunk)
+    normalise = _normalise(width, get, parameters.scale_chunk)
     result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
     largest, divisor, _, put_result, flush_result = result[:5]
 
@@ -320,7 +326,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
             for start in range(int64(0), columns, int64(tile)):
                 here = uint32(min(columns - start, int64(tile)))
                 read(x, x_row + start, residual, residual_row + start, thread, here, held)
-                top = ptx.fmax_nan(top, largest(held, weight, weight, start, thread, here, scale))
+                top = ptx.fmax_nan(top, largest(held, (weight, weight), start, thread, here, scale))
         step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
 
         for start in range(int64(0), columns, int64(tile)):
@@ -332,7 +338,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                normalise(held, c, values, weight, weight, start, thread, here, scale)
+                normalise(held, c, values, (weight, weight), start, thread, here, scale)
                 put_result(y, row * y_stride + start, thread, here, c, values, step)
             flush_result(y, row * y_stride + start, thread, here)
 
@@ -349,6 +355,7 @@ def plan(
     """
     options = (weight_dtype, has_residual, quantised)
     arrays = 2 if has_residual else 1
+    vectors = 0 if weight_dtype is None else 1
     # quantised values beside two arrays' words are more than the 64 registers of 1024 threads
     spare = 1 if quantised and has_residual else 0
     return plan_rows(
@@ -364,6 +371,8 @@ def plan(
         spare=spare,
         streamed=streamed_rms_norm_kernel,
         sm_count=sm_count,
+        vectors=vectors,
+        more=norm.keeping(dtype, weight_dtype, vectors, arrays, walk),
     )
 
 
@@ -386,6 +395,7 @@ def run(x, weight, residual, out, scales, total, eps, device, stream):
     arrays = (x, residual, None if quantised else out, total)
     walk = choose_walk(columns, x.dtype, arrays, (weight,), int8=out if quantised else None)
     weight_dtype = None if weight is None else weight.dtype
-    options = (weight_dtype, residual is not None, has_clusters(device), quantised, streaming(device))
+    sm_count = streaming(device, walk, (x, residual, out, total))
+    options = (weight_dtype, residual is not None, has_clusters(device), quantised, sm_count)
     chosen = plan(rows, columns, x.dtype, walk, *options)
     launch(chosen, norm.arguments(x, (weight,), residual, out, scales, total, eps), device, stream)

@@ -31,15 +31,21 @@ import math
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from numba import cuda, float32, int64, uint8, uint32, uint64
+from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
 from nbkernels import ptx
 from nbkernels.kernels.elements import conversions, pair_conversions, vector_width
 from nbkernels.launch.device import parse_arch
 from nbkernels.launch.launcher import Plan
-from nbkernels.ptx.bulk import bulk_load
+from nbkernels.ptx.bulk import bulk_commit, bulk_load, bulk_store, bulk_wait_read
 from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
-from nbkernels.ptx.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
+from nbkernels.ptx.mbarrier import (
+    fence_mbarrier_init,
+    fence_proxy_async,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
 
 # float32 of shared memory for one reduction: a partial result a warp.
 SCRATCH = 32
@@ -58,12 +64,14 @@ MOST_BLOCKS = 8
 FEWEST_THREADS = 4
 # From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
 STAGED_COLUMNS = 256
-# Streamed are rows from this many bytes on, by the number of arrays that are read; None: never.
-STREAMED_BYTES = {1: 32768, 2: 32768}
-# 16-byte pieces of a block's part of a row, of all arrays together, and the slots for such parts. As much in flight as memory
-# needs (some 64 KB a multiprocessor) while one part is worked on: more blocks share a longer row.
+# Streamed are rows from this many bytes on, by their walk.
+STREAMED_BYTES = {"wide": 32768, "staged": 8192}
+# 16-byte pieces of a row that a block takes at most, of one array and of several, kept vectors counted: what 1024 threads' 64
+# registers hold. More blocks share a longer row.
 STREAMED_PIECES = 4096
-STREAMED_SLOTS = 3
+STREAMED_PIECES_OF_SEVERAL = 2048
+# Slots for such parts: as much in flight as memory needs (some 64 KB a multiprocessor) while one part is worked on.
+STREAMED_SLOTS = 4
 # of a multiprocessor with compute capability 9.0, less what the system and the reductions take of it for each block
 RING_BYTES = 228 * 1024
 BLOCK_BYTES = 6 * 1024
@@ -138,19 +146,27 @@ def plan_rows(
     spare=0,
     streamed=None,
     sm_count=0,
+    vectors=0,
+    more=None,
 ):
     """The Plan of an operation over rows: factory ``held`` where a row of each array fits into registers, else ``tiled``.
 
     Where rows are long, and sm_count is ``streaming``'s and not 0: factory ``streamed``, with constants of ``plan_streamed``.
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
-    walk, threads, chunks, *options) with those of a tile; both launch with the same arguments.
+    walk, threads, chunks, *options) with those of a tile; all launch with the same arguments. vectors: kept ones of a row's
+    length. more(chunks, blocks, streamed): constants behind the options of held and streamed; they do not change a bit.
     """
-    longest = STREAMED_BYTES[arrays]
-    if streamed and sm_count and walk == "wide" and longest is not None and columns * dtype.itemsize >= longest:
-        part = split(columns, dtype, walk, arrays, True, few, spare, STREAMED_PIECES // arrays)
-        if part is not None:
-            return plan_streamed(streamed, rows, dtype, part, options, arrays, sm_count)
+    more = more or (lambda chunks, blocks, streamed: ())
     part = split(columns, dtype, walk, arrays, clusters, few, spare)
+    if streamed and sm_count and columns * dtype.itemsize >= STREAMED_BYTES.get(walk, math.inf):
+        # a row that is staged where it cannot be streamed has the same bits there
+        streamed_part = part if part is not None and part[2] == 1 else None
+        if walk == "wide":
+            most = STREAMED_PIECES if arrays + vectors == 1 else STREAMED_PIECES_OF_SEVERAL
+            streamed_part = split(columns, dtype, walk, arrays, True, few, spare, most)
+        if streamed_part is not None:
+            options = (*options, *more(streamed_part[1], sm_count, True))
+            return plan_streamed(streamed, rows, dtype, walk, streamed_part, options, arrays, sm_count, vectors)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
@@ -158,6 +174,7 @@ def plan_rows(
     threads, chunks, cluster = part
     rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
     block = threads * rows_per_block
+    grid = -(-rows // rows_per_block) * cluster
     constants = (
         dtype,
         walk,
@@ -167,34 +184,57 @@ def plan_rows(
         resident(block, 4 * chunks * arrays, walk),
         cluster,
         *options,
+        *more(chunks, grid, False),
     )
     shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
-    return Plan(held, constants, (-(-rows // rows_per_block) * cluster, 1, 1), (block, 1, 1), shared)
+    return Plan(held, constants, (grid, 1, 1), (block, 1, 1), shared)
 
 
-def plan_streamed(factory, rows, dtype, part, options, arrays, sm_count, slots=STREAMED_SLOTS, kept=None):
-    """The Plan of a persistent grid: factory gets (dtype, threads, chunks, resident blocks, blocks a row, slots, *options).
+def plan_streamed(
+    factory, rows, dtype, walk, part, options, arrays, sm_count, vectors=0, slots=STREAMED_SLOTS, kept=None
+):
+    """The Plan of a persistent grid: factory gets (dtype, walk, threads, chunks, resident blocks, blocks a row, slots, *options).
 
     part: (threads, chunks, blocks a row); slots: at most, of each block; kept: resident blocks, else those of ``resident``.
     """
     threads, chunks, cluster = part
-    kept = kept or resident(threads, 4 * chunks * arrays, "wide")
-    row_bytes = threads * chunks * 16 * arrays
+    kept = kept or resident(threads, 4 * chunks * (arrays + vectors), walk)
+    row_bytes = _array_bytes(walk, threads, chunks) * arrays
     slots = max(1, min(slots, (RING_BYTES // kept - BLOCK_BYTES) // row_bytes))
     # clusters that cannot run at once with the others would run after them, and take as long as all
     reach = sm_count if cluster <= 2 else max(sm_count // CLUSTER_REACH * CLUSTER_REACH, 1)
     at_once = max(1, reach * kept // cluster)
-    constants = (dtype, threads, chunks, kept, cluster, slots, *options)
+    constants = (dtype, walk, threads, chunks, kept, cluster, slots, *options)
     # slots begin at multiples of 128 bytes
     return Plan(factory, constants, (min(rows, at_once) * cluster, 1, 1), (threads, 1, 1), slots * row_bytes + 128)
 
 
-def streaming(device):
-    """The multiprocessors of a Device on which long rows are streamed, for ``plan_rows``; 0 on others.
+def streaming(device, walk, arrays):
+    """The multiprocessors of a Device on which long rows of a call are streamed, for ``plan_rows``; 0 where they are not.
 
-    Bulk copies exist from compute capability 9.0 on, but consumers' later GPUs have not the shared memory for long rows.
+    arrays [rows, columns], read and written, may be None. In the staged walk the rows of one number must begin equally far from
+    16-byte addresses in all of them, and what is read beside a row must not be written. Bulk copies exist from compute
+    capability 9.0 on, but consumers' later GPUs have not the shared memory for long rows.
     """
+    if walk != "wide" and not _alike(arrays):
+        return 0
     return device.sm_count if parse_arch(device.arch)[:2] in ((9, 0), (10, 0)) else 0
+
+
+def _alike(arrays):
+    """Whether the rows of arrays that are not None begin at the same distance from 16-byte addresses, each after the last's end.
+
+    False as well where two of the arrays are one.
+    """
+    given = [x for x in arrays if x is not None]
+    first, width = given[0], vector_width(given[0].dtype)
+    return len({x.pointer for x in given}) == len(given) and all(
+        x.dtype == first.dtype
+        and (x.pointer - first.pointer) % 16 == 0
+        and (x.strides[0] - first.strides[0]) % width == 0
+        and x.strides[0] >= x.shape[1]
+        for x in given
+    )
 
 
 def has_clusters(device):
@@ -493,49 +533,18 @@ def shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays):
     return arrays * rows_per_block * _slot_elements(dtype, threads, chunks) * dtype.itemsize if walk == "staged" else 0
 
 
-def _staged(dtype, width, threads, chunks, rows_per_block, slot):
+@cache
+def _words_in_shared(dtype, width, threads, chunks):
+    """(collect, spread, read, write) of a thread's words of a row in shared memory, whose first is at the address ``own``.
+
+    collect(own, thread, columns, held), spread(own, thread, columns, c, values): as Access's load and put
+    read(address), write(address, element): one element
+    """
     itemsize = dtype.itemsize
-    slot_bytes = _slot_elements(dtype, threads, chunks) * itemsize
     _, to_storage = conversions(dtype)
-    words, elements, get, anew, inside = _words(dtype, width, threads, chunks)
+    words, elements, _, _, inside = _words(dtype, width, threads, chunks)
     read, write = (ptx.ld_shared_f32, ptx.st_shared_f32) if itemsize == 4 else (ptx.ld_shared_u16, ptx.st_shared_u16)
     _, pack = pair_conversions(dtype)
-
-    @cuda.jit(device=True, inline="always")
-    def pieces_at():
-        # where the row's pieces lie in shared memory; its head lies before
-        row = uint32(uint32(cuda.threadIdx.x) // uint32(threads)) + uint32(slot * rows_per_block)
-        return uint32(
-            ptx.shared_address(cuda.shared.array(0, uint32)) + uint32(uint32(row * uint32(slot_bytes)) + uint32(16))
-        )
-
-    @cuda.jit(device=True, inline="always")
-    def head_of(address, columns):
-        # elements before the first 16-byte address
-        return min(uint32(uint32(uint32(0) - uint32(address)) & uint32(15)) // uint32(itemsize), columns)
-
-    @cuda.jit(device=True, inline="always")
-    def own_at(pointer, start, thread, columns):
-        # where the thread's first word lies in shared memory
-        head = uint32(head_of(ptx.address(pointer, start), columns))
-        return uint32(pieces_at() + uint32(thread << uint32(2)) - uint32(head * uint32(itemsize)))
-
-    @cuda.jit(device=True, inline="always")
-    def begin(pointer, start, thread, columns):
-        to = pieces_at()
-        at = ptx.address(pointer, start)
-        head_bytes = uint32(uint32(head_of(at, columns)) * uint32(itemsize))
-        if uint32(thread * uint32(itemsize)) < head_bytes:
-            write(uint32(to - head_bytes + uint32(thread * uint32(itemsize))), pointer[start + int64(thread)])
-        behind = uint32(uint32(columns * uint32(itemsize)) - head_bytes)
-        source = at + uint64(head_bytes)
-        for c in range(chunks):
-            done = uint32(uint32(uint32(c * threads) + thread) << uint32(4))
-            if done < behind:
-                count = min(uint32(behind - done), uint32(16))
-                ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
-        ptx.cp_async_commit()
-
     whole = _whole(threads, width)
 
     @cuda.jit(device=True, inline="always")
@@ -588,10 +597,7 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
                 write(uint32(at + uint32(2)), to_storage(values[j + 1]))
 
     @cuda.jit(device=True, inline="always")
-    def load(pointer, start, thread, columns, held):
-        ptx.cp_async_wait(0)
-        cuda.syncthreads()
-        own = own_at(pointer, start, thread, columns)
+    def collect(own, thread, columns, held):
         odd = uint32(own & uint32(2)) != uint32(0)
         for c in range(chunks):
             if not whole(c, columns):
@@ -603,11 +609,9 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
             else:
                 for w in range(c * words, (c + 1) * words):
                     held[w] = take(uint32(own + uint32(4 * w * threads)), False)
-        cuda.syncthreads()
 
     @cuda.jit(device=True, inline="always")
-    def put(pointer, start, thread, columns, c, values):
-        own = own_at(pointer, start, thread, columns)
+    def spread(own, thread, columns, c, values):
         odd = uint32(own & uint32(2)) != uint32(0)
         if not whole(c, columns):
             for j in range(words):
@@ -619,6 +623,61 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
         else:
             for j in range(words):
                 give(uint32(own + uint32(4 * (c * words + j) * threads)), False, values, j * elements)
+
+    return collect, spread, read, write
+
+
+def _staged(dtype, width, threads, chunks, rows_per_block, slot):
+    itemsize = dtype.itemsize
+    slot_bytes = _slot_elements(dtype, threads, chunks) * itemsize
+    words, _, get, anew, inside = _words(dtype, width, threads, chunks)
+    collect, spread, read, write = _words_in_shared(dtype, width, threads, chunks)
+
+    @cuda.jit(device=True, inline="always")
+    def pieces_at():
+        # where the row's pieces lie in shared memory; its head lies before
+        row = uint32(uint32(cuda.threadIdx.x) // uint32(threads)) + uint32(slot * rows_per_block)
+        return uint32(
+            ptx.shared_address(cuda.shared.array(0, uint32)) + uint32(uint32(row * uint32(slot_bytes)) + uint32(16))
+        )
+
+    @cuda.jit(device=True, inline="always")
+    def head_of(address, columns):
+        # elements before the first 16-byte address
+        return min(uint32(uint32(uint32(0) - uint32(address)) & uint32(15)) // uint32(itemsize), columns)
+
+    @cuda.jit(device=True, inline="always")
+    def own_at(pointer, start, thread, columns):
+        # where the thread's first word lies in shared memory
+        head = uint32(head_of(ptx.address(pointer, start), columns))
+        return uint32(pieces_at() + uint32(thread << uint32(2)) - uint32(head * uint32(itemsize)))
+
+    @cuda.jit(device=True, inline="always")
+    def begin(pointer, start, thread, columns):
+        to = pieces_at()
+        at = ptx.address(pointer, start)
+        head_bytes = uint32(uint32(head_of(at, columns)) * uint32(itemsize))
+        if uint32(thread * uint32(itemsize)) < head_bytes:
+            write(uint32(to - head_bytes + uint32(thread * uint32(itemsize))), pointer[start + int64(thread)])
+        behind = uint32(uint32(columns * uint32(itemsize)) - head_bytes)
+        source = at + uint64(head_bytes)
+        for c in range(chunks):
+            done = uint32(uint32(uint32(c * threads) + thread) << uint32(4))
+            if done < behind:
+                count = min(uint32(behind - done), uint32(16))
+                ptx.cp_async_16_zfill(uint32(to + done), source + uint64(done), count)
+        ptx.cp_async_commit()
+
+    @cuda.jit(device=True, inline="always")
+    def load(pointer, start, thread, columns, held):
+        ptx.cp_async_wait(0)
+        cuda.syncthreads()
+        collect(own_at(pointer, start, thread, columns), thread, columns, held)
+        cuda.syncthreads()
+
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
+        spread(own_at(pointer, start, thread, columns), thread, columns, c, values)
 
     @cuda.jit(device=True, inline="always")
     def flush(pointer, start, thread, columns):
@@ -642,50 +701,87 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
             pointer[start + int64(uint32(head + last))] = read(uint32(shared + uint32(last * uint32(itemsize))))
         cuda.syncthreads()
 
-    return Access(chunks * words, begin, load, get, anew, whole, inside, put, flush)
+    return Access(chunks * words, begin, load, get, anew, _whole(threads, width), inside, put, flush)
 
 
 class Stream(NamedTuple):
-    """Long rows on their way through a ring of slots in shared memory. Each block takes its part of every step-th row.
+    """Rows on their way through a ring of slots in shared memory. Each block takes its part of every step-th row.
 
     step(): rows between two of a block
     begin(rows_of, row, rows, first, columns): make the ring ready and send for the first rows, from ``row`` on -> ring
     take(rows_of, row, rows, first, columns, ring, turn, thread, held): held[:] = the thread's part of ``row``, the block's
-        turn-th; zeros past ``columns``. The slot is then free, and the row after those on their way is sent for
+        turn-th; zeros past ``columns``. A row after those on their way is sent for -> the row's slot
+    target(pointer, start, slot, a): what ``access.put`` and ``flush`` take for the result in place of a pointer; a: the array
+        of the slot, 0 or 1, in whose place it may stay
+    end(): after the last row
+    access: to the results
 
     rows_of: (x, x_stride, residual, residual_stride), in elements; first, columns: of the block's part; ring: two addresses.
-    held has the words of the wide walk: those of both arrays if their elements have 16 bits, else those of their sum.
+    held has the words of the walk: those of both arrays if their elements have 16 bits, else those of their sum.
     A block meets its own threads once in ``take``: shared memory of theirs that was read before it may be written after it.
     """
 
     step: object
     begin: object
     take: object
+    target: object
+    end: object
+    access: object
+
+
+def _array_bytes(walk, threads, chunks):
+    """Of a slot, a row's part of one array: in a staged walk also a piece more, where the row begins inside of one."""
+    return 16 * threads * chunks + (0 if walk == "wide" else 16)
 
 
 @cache
-def stream(dtype, threads, chunks, cluster, slots, arrays):
-    """The Stream of one or two arrays."""
+def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
+    """The Stream of one or two arrays, for the wide or the staged walk: slots > 1 and no cluster in the latter.
+
+    A staged row comes with all of the 16-byte pieces that have some of it, but for those that reach out of the array; these
+    are the first row's first and the last row's last, whose elements threads bring. The result goes back to the same place in the
+    slot, from where a bulk copy takes the pieces that are the row's alone, and threads the elements before and behind them.
+    """
     itemsize = dtype.itemsize
     width = vector_width(dtype)
     words = 4 * chunks
-    array_bytes = 16 * threads * chunks
+    staged = walk != "wide"
+    array_bytes = _array_bytes(walk, threads, chunks)
     slot_bytes = arrays * array_bytes
     summed = itemsize == 4  # two float32 arrays are held as their sum
+    wide = row_access(dtype, width, "wide", threads, chunks)
+    collect, spread, read, write = _words_in_shared(dtype, width, threads, chunks)
 
     @cuda.jit(device=True, inline="always")
     def step():
         return int64(uint32(uint32(cuda.gridDim.x) // uint32(cluster)))
 
     @cuda.jit(device=True, inline="always")
-    def send(rows_of, row, first, columns, ring, slot):
+    def span(at, row, rows, columns):
+        # of a staged row, from the 16-byte address before it on: where it begins, ends, and what a copy may read
+        shift = uint32(uint32(at) & uint32(15))
+        behind = uint32(shift + uint32(columns * uint32(itemsize)))
+        low = uint32(16) if row == int64(0) and shift != uint32(0) else uint32(0)
+        high = uint32(behind if row == rows - int64(1) else uint32(behind + uint32(15))) & uint32(0xFFFFFFF0)
+        return shift, behind, low, uint32(high)
+
+    @cuda.jit(device=True, inline="always")
+    def send(rows_of, row, rows, first, columns, ring, slot):
         x, x_stride, residual, residual_stride = rows_of
         to, barrier = uint32(ring[0] + uint32(slot * uint32(slot_bytes))), uint32(ring[1] + uint32(slot << uint32(3)))
-        copied = uint32(columns * uint32(itemsize))
+        source = ptx.address(x, row * x_stride + int64(first))
+        low, copied = uint32(0), uint32(columns * uint32(itemsize))
+        if staged:
+            shift, _, low, high = span(source, row, rows, columns)
+            low, copied = uint32(low - shift), uint32(high - low)
+            to = uint32(to + uint32(low + shift))
+            source = source + uint64(int64(int32(low)))
         mbarrier_expect(barrier, uint32(copied * uint32(arrays)))
-        bulk_load(to, ptx.address(x, row * x_stride + int64(first)), copied, barrier)
+        bulk_load(to, source, copied, barrier)
         if arrays == 2:
             source = ptx.address(residual, row * residual_stride + int64(first))
+            if staged:
+                source = source + uint64(int64(int32(low)))
             bulk_load(uint32(to + uint32(array_bytes)), source, copied, barrier)
 
     @cuda.jit(device=True, inline="always")
@@ -700,36 +796,134 @@ def stream(dtype, threads, chunks, cluster, slots, arrays):
             for s in range(slots):
                 ahead = row + int64(s) * step()
                 if ahead < rows:
-                    send(rows_of, ahead, first, columns, ring, uint32(s))
+                    send(rows_of, ahead, rows, first, columns, ring, uint32(s))
         cuda.syncthreads()
         return ring
 
     @cuda.jit(device=True, inline="always")
-    def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+    def arrived(ring, turn):
         slot = uint32(turn % uint32(slots))
         mbarrier_wait(uint32(ring[1] + uint32(slot << uint32(3))), uint32(uint32(turn // uint32(slots)) & uint32(1)))
-        own = uint32(uint32(ring[0] + uint32(slot * uint32(slot_bytes))) + uint32(thread << uint32(4)))
-        for a in range(arrays):
-            for c in range(chunks):
-                inside = uint32(uint32(uint32(c * threads) + thread) * uint32(width)) < columns
-                to = 4 * c if summed else a * words + 4 * c
-                if inside:
-                    loaded = ptx.ld_shared_v4(uint32(own + uint32(a * array_bytes + 16 * c * threads)))
-                    for j in range(4):
-                        if summed and a == 1:
-                            both = ptx.float_from_bits(held[to + j]) + ptx.float_from_bits(loaded[j])
-                            held[to + j] = ptx.bits_from_float(both)
-                        else:
-                            held[to + j] = loaded[j]
-                elif not (summed and a == 1):
-                    for j in range(4):
-                        held[to + j] = uint32(0)
-        cuda.syncthreads()
-        ahead = row + int64(slots) * step()
-        if uint32(cuda.threadIdx.x) == uint32(0) and ahead < rows:
-            send(rows_of, ahead, first, columns, ring, slot)
+        return uint32(ring[0] + uint32(slot * uint32(slot_bytes)))
 
-    return Stream(step, begin, take)
+    @cuda.jit(device=True, inline="always")
+    def add(held, other):
+        # the second array's words to the first's
+        for i in range(words):
+            if summed:
+                both = ptx.float_from_bits(held[i]) + ptx.float_from_bits(other[i])
+                held[i] = ptx.bits_from_float(both)
+            else:
+                held[words + i] = other[i]
+
+    if not staged:
+
+        @cuda.jit(device=True, inline="always")
+        def of_slot(own, thread, columns, held):
+            for c in range(chunks):
+                if uint32(uint32(uint32(c * threads) + thread) * uint32(width)) < columns:
+                    loaded = ptx.ld_shared_v4(uint32(own + uint32(16 * c * threads)))
+                    for j in range(4):
+                        held[4 * c + j] = loaded[j]
+                else:
+                    for j in range(4):
+                        held[4 * c + j] = uint32(0)
+
+        @cuda.jit(device=True, inline="always")
+        def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+            at = arrived(ring, turn)
+            own = uint32(at + uint32(thread << uint32(4)))
+            of_slot(own, thread, columns, held)
+            if arrays == 2:
+                other = cuda.local.array(words, uint32)
+                of_slot(uint32(own + uint32(array_bytes)), thread, columns, other)
+                add(held, other)
+            cuda.syncthreads()
+            ahead = row + int64(slots) * step()
+            if uint32(cuda.threadIdx.x) == uint32(0) and ahead < rows:
+                send(rows_of, ahead, rows, first, columns, ring, uint32(turn % uint32(slots)))
+            return at
+
+        @cuda.jit(device=True, inline="always")
+        def target(pointer, start, slot, a):
+            return pointer
+
+        return Stream(step, begin, take, target, nothing, wide)
+
+    _, _, get, anew, inside = _words(dtype, width, threads, chunks)
+
+    @cuda.jit(device=True, inline="always")
+    def bring_edges(array, start, row, rows, thread, columns, to):
+        at = ptx.address(array, start)
+        shift, behind, low, high = span(at, row, rows, columns)
+        own = uint32(to + uint32(thread * uint32(itemsize)))
+        if uint32(shift + uint32(thread * uint32(itemsize))) < low:
+            write(uint32(own + shift), array[start + int64(thread)])
+        if uint32(high + uint32(thread * uint32(itemsize))) < behind:
+            last = uint32(uint32(uint32(high - shift) // uint32(itemsize)) + thread)
+            write(uint32(own + high), array[start + int64(last)])
+
+    @cuda.jit(device=True, inline="always")
+    def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+        x, x_stride, residual, residual_stride = rows_of
+        at = arrived(ring, turn)
+        if row == int64(0) or row == rows - int64(1):
+            bring_edges(x, row * x_stride, row, rows, thread, columns, at)
+            if arrays == 2:
+                other_at = uint32(at + uint32(array_bytes))
+                bring_edges(residual, row * residual_stride, row, rows, thread, columns, other_at)
+            cuda.syncthreads()
+        shift = uint32(uint32(ptx.address(x, row * x_stride)) & uint32(15))
+        own = uint32(uint32(at + shift) + uint32(thread << uint32(2)))
+        collect(own, thread, columns, held)
+        if arrays == 2:
+            other = cuda.local.array(words, uint32)
+            collect(uint32(own + uint32(array_bytes)), thread, columns, other)
+            add(held, other)
+        cuda.syncthreads()
+        # the slot of the row before: all have brought its edges away, and the copies that leave it may still read
+        ahead = row + int64(slots - 1) * step()
+        if uint32(cuda.threadIdx.x) == uint32(0) and turn > uint32(0) and ahead < rows:
+            bulk_wait_read(0)
+            send(rows_of, ahead, rows, first, columns, ring, uint32(uint32(turn - uint32(1)) % uint32(slots)))
+        return at
+
+    @cuda.jit(device=True, inline="always")
+    def target(pointer, start, slot, a):
+        shift = uint32(uint32(ptx.address(pointer, start)) & uint32(15))
+        return pointer, uint32(slot + uint32(shift + uint32(a * array_bytes)))
+
+    @cuda.jit(device=True, inline="always")
+    def put(pointer, start, thread, columns, c, values):
+        _, at = pointer
+        spread(uint32(at + uint32(thread << uint32(2))), thread, columns, c, values)
+
+    @cuda.jit(device=True, inline="always")
+    def flush(pointer, start, thread, columns):
+        array, at = pointer
+        fence_proxy_async()
+        cuda.syncthreads()
+        to = ptx.address(array, start)
+        head = min(uint32(uint32(uint32(0) - at) & uint32(15)) // uint32(itemsize), columns)
+        head_bytes = uint32(head * uint32(itemsize))
+        full = uint32(uint32(columns - head) // uint32(width))
+        if thread == uint32(0):
+            bulk_store(to + uint64(head_bytes), uint32(at + head_bytes), uint32(full << uint32(4)))
+            bulk_commit()
+        if thread < head:
+            array[start + int64(thread)] = read(uint32(at + uint32(thread * uint32(itemsize))))
+        last = uint32(uint32(head + uint32(full * uint32(width))) + thread)
+        if last < columns:
+            array[start + int64(last)] = read(uint32(at + uint32(last * uint32(itemsize))))
+
+    @cuda.jit(device=True, inline="always")
+    def end():
+        # a block's shared memory is given to others when it ends
+        if uint32(cuda.threadIdx.x) == uint32(0):
+            bulk_wait_read(0)
+
+    access = Access(words, _nothing, _nothing, get, anew, _whole(threads, width), inside, put, flush)
+    return Stream(step, begin, take, target, end, access)
 
 
 @cache

@@ -49,15 +49,20 @@ LOG2E = math.log2(math.e)
 LOWEST = np.finfo(np.float32).min
 
 
-def _softmax_row(dtype, threads, chunks, cluster, access, entered):
-    """one_row(held, y, y_start, thread, columns, slope, max_scratch, sum_scratch): y = softmax of the row in ``held``."""
+def _softmax_row(dtype, threads, chunks, cluster, access, entered, kept=False):
+    """one_row(held, y, y_start, thread, columns, slope, max_scratch, sum_scratch): y = softmax of the row in ``held``.
+
+    kept: the powers stay in registers, as float32, and are not computed anew to be stored.
+    """
     width = vector_width(dtype)
     _, _, _, get, anew, whole, inside, put, flush = access
     row_sum, row_max = reductions(threads, cluster)
+    kept_powers = chunks * width if kept else 1
 
     @cuda.jit(device=True, inline="always")
     def one_row(held, y, y_start, thread, here, slope, max_scratch, sum_scratch):
         values = cuda.local.array(width, float32)
+        powers = cuda.local.array(kept_powers, float32)
         sign = float32(-1.0) if slope < float32(0.0) else float32(1.0)
         steepness = slope * sign
 
@@ -76,14 +81,20 @@ def _softmax_row(dtype, threads, chunks, cluster, access, entered):
             get(held, c, values)
             for j in range(width):
                 weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
+                if kept:
+                    powers[c * width + j] = weight
                 total += weight if whole(c, here) or inside(c * width + j, thread, here) else float32(0.0)
         inverse = ptx.rcp(row_sum(total, sum_scratch))
 
         anew(held)
         for c in range(chunks):
-            get(held, c, values)
-            for j in range(width):
-                values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness) * inverse
+            if kept:
+                for j in range(width):
+                    values[j] = powers[c * width + j] * inverse
+            else:
+                get(held, c, values)
+                for j in range(width):
+                    values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness) * inverse
             put(y, y_start, thread, here, c, values)
         flush(y, y_start, thread, here)
 
@@ -127,7 +138,7 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clust
     return softmax
 
 
-def streamed_softmax_kernel(dtype, threads, chunks, resident, cluster, slots):
+def streamed_softmax_kernel(dtype, walk, threads, chunks, resident, cluster, slots, kept):
     """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
 
     Its threads meet twice between two uses of a reduction's shared memory, so that no row needs its own.
@@ -136,10 +147,9 @@ def streamed_softmax_kernel(dtype, threads, chunks, resident, cluster, slots):
     locate = place(threads, 1, cluster, width)
     enter, entered = entrance(cluster)
     scratch_size = SCRATCH * cluster
-    access = row_access(dtype, width, "wide", threads, chunks)
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, 1)
     words = access.words
-    step, begin, take = stream(dtype, threads, chunks, cluster, slots, 1)
-    one_row = _softmax_row(dtype, threads, chunks, cluster, access, nothing)
+    one_row = _softmax_row(dtype, threads, chunks, cluster, access, nothing, kept)
 
     @kernel(launch_bounds=(threads, resident), cluster=cluster)
     def streamed_softmax(
@@ -161,10 +171,12 @@ def streamed_softmax_kernel(dtype, threads, chunks, resident, cluster, slots):
         entered()
         turn = uint32(0)
         while row < rows:
-            take(rows_of, row, rows, first, here, ring, turn, thread, held)
-            one_row(held, y, row * y_stride + int64(first), thread, here, slope, max_scratch, sum_scratch)
+            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            start = row * y_stride + int64(first)
+            one_row(held, target(y, start, slot, 0), start, thread, here, slope, max_scratch, sum_scratch)
             row += step()
             turn = uint32(turn + uint32(1))
+        end()
 
     return streamed_softmax
 
@@ -248,6 +260,7 @@ def plan(rows, columns, dtype, walk, clusters=False, sm_count=0):
         clusters=clusters,
         streamed=streamed_softmax_kernel,
         sm_count=sm_count,
+        more=lambda chunks, blocks, streamed: (True,) if streamed else (),
     )
 
 
@@ -260,5 +273,5 @@ def run(x, out, scale, device, stream):
     """x, out [rows, columns] with contiguous columns; out may be x itself."""
     rows, columns = x.shape
     walk = choose_walk(columns, x.dtype, (x, out))
-    chosen = plan(rows, columns, x.dtype, walk, has_clusters(device), streaming(device))
+    chosen = plan(rows, columns, x.dtype, walk, has_clusters(device), streaming(device, walk, (x, out)))
     launch(chosen, (x.pointer, out.pointer, rows, columns, x.strides[0], out.strides[0], scale * LOG2E), device, stream)
