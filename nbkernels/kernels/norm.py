@@ -25,9 +25,9 @@ from nbkernels.kernels.rows import SCRATCH, anew_words, reductions, row_access, 
 # The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
 SHRINK = np.float32(2.0**-80)
 LARGEST = np.finfo(np.float32).max
-# Chunks of a row and of its vectors that a thread holds: of streamed rows, and of a few blocks, whose time is their wait.
-MOST_KEPT = 12
-MOST_KEPT_FEW = 12
+# 16-byte pieces of a row and of its vectors that a block holds: of a multiprocessor's registers some have to do other things.
+MOST_KEPT = 6144
+# So few blocks have a multiprocessor each, and their time is their wait.
 FEW_BLOCKS = 128
 
 
@@ -207,13 +207,9 @@ def keeping(dtype, parameter_dtype, vectors, arrays, walk):
     waits once instead of twice.
     """
 
-    def more(chunks, blocks, streamed):
+    def more(threads, chunks, blocks, streamed):
         words = chunks * (arrays + vectors)
-        fits = (
-            vectors > 0
-            and parameter_dtype.itemsize <= dtype.itemsize
-            and words <= (MOST_KEPT if streamed else MOST_KEPT_FEW)
-        )
+        fits = vectors > 0 and parameter_dtype.itemsize <= dtype.itemsize and threads * words <= MOST_KEPT
         return (fits and (streamed or (walk == "wide" and blocks <= FEW_BLOCKS)),)
 
     return more

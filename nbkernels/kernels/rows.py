@@ -66,8 +66,8 @@ FEWEST_THREADS = 4
 STAGED_COLUMNS = 256
 # Streamed are rows from this many bytes on, by their walk.
 STREAMED_BYTES = {"wide": 32768, "staged": 8192}
-# 16-byte pieces of a row that a block takes at most, of one array and of several, kept vectors counted: what 1024 threads' 64
-# registers hold. More blocks share a longer row.
+# 16-byte pieces of a row that a block takes at most: more blocks share a longer row. Where it has several arrays or kept vectors,
+# so many do that each takes fewer, if a cluster is large enough.
 STREAMED_PIECES = 4096
 STREAMED_PIECES_OF_SEVERAL = 2048
 # Slots for such parts: as much in flight as memory needs (some 64 KB a multiprocessor) while one part is worked on.
@@ -154,18 +154,20 @@ def plan_rows(
     Where rows are long, and sm_count is ``streaming``'s and not 0: factory ``streamed``, with constants of ``plan_streamed``.
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
     walk, threads, chunks, *options) with those of a tile; all launch with the same arguments. vectors: kept ones of a row's
-    length. more(chunks, blocks, streamed): constants behind the options of held and streamed; they do not change a bit.
+    length. more(threads, chunks, blocks, streamed): constants behind the options of held and streamed, which do not change a bit;
+    where any is true, few blocks of held are there and have registers to themselves.
     """
-    more = more or (lambda chunks, blocks, streamed: ())
+    more = more or (lambda threads, chunks, blocks, streamed: ())
     part = split(columns, dtype, walk, arrays, clusters, few, spare)
     if streamed and sm_count and columns * dtype.itemsize >= STREAMED_BYTES.get(walk, math.inf):
         # a row that is staged where it cannot be streamed has the same bits there
         streamed_part = part if part is not None and part[2] == 1 else None
         if walk == "wide":
-            most = STREAMED_PIECES if arrays + vectors == 1 else STREAMED_PIECES_OF_SEVERAL
-            streamed_part = split(columns, dtype, walk, arrays, True, few, spare, most)
+            pieces = (STREAMED_PIECES,) if arrays + vectors == 1 else (STREAMED_PIECES_OF_SEVERAL, STREAMED_PIECES)
+            parts = (split(columns, dtype, walk, arrays, True, few, spare, most) for most in pieces)
+            streamed_part = next((part for part in parts if part is not None), None)
         if streamed_part is not None:
-            options = (*options, *more(streamed_part[1], sm_count, True))
+            options = (*options, *more(*streamed_part[:2], sm_count, True))
             return plan_streamed(streamed, rows, dtype, walk, streamed_part, options, arrays, sm_count, vectors)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
@@ -175,17 +177,9 @@ def plan_rows(
     rows_per_block = max(1, SHORT_BLOCK // threads) if threads <= ptx.WARP else 1
     block = threads * rows_per_block
     grid = -(-rows // rows_per_block) * cluster
-    constants = (
-        dtype,
-        walk,
-        threads,
-        chunks,
-        rows_per_block,
-        resident(block, 4 * chunks * arrays, walk),
-        cluster,
-        *options,
-        *more(chunks, grid, False),
-    )
+    behind = more(threads, chunks, grid, False)
+    kept = 1 if any(behind) else resident(block, 4 * chunks * arrays, walk)
+    constants = (dtype, walk, threads, chunks, rows_per_block, kept, cluster, *options, *behind)
     shared = shared_bytes(dtype, walk, threads, chunks, rows_per_block, arrays)
     return Plan(held, constants, (grid, 1, 1), (block, 1, 1), shared)
 
@@ -227,7 +221,8 @@ def _alike(arrays):
     False as well where two of the arrays are one.
     """
     given = [x for x in arrays if x is not None]
-    first, width = given[0], vector_width(given[0].dtype)
+    first = given[0]
+    width = vector_width(first.dtype)
     return len({x.pointer for x in given}) == len(given) and all(
         x.dtype == first.dtype
         and (x.pointer - first.pointer) % 16 == 0

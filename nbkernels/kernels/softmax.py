@@ -260,7 +260,7 @@ def plan(rows, columns, dtype, walk, clusters=False, sm_count=0):
         clusters=clusters,
         streamed=streamed_softmax_kernel,
         sm_count=sm_count,
-        more=lambda chunks, blocks, streamed: (True,) if streamed else (),
+        more=lambda threads, chunks, blocks, streamed: (True,) if streamed else (),
     )
 
 
