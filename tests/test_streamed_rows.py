@@ -9,7 +9,8 @@ import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.arrays import DeviceArray
 from nbkernels.kernels import layer_norm, norm, rms_norm, softmax
-from nbkernels.kernels.rows import plan_rows, plan_streamed, shared_bytes
+from nbkernels.kernels.rows import plan_streamed, shared_bytes, streaming
+from nbkernels.launch.device import Device
 from nbkernels.launch.launcher import Plan, launch
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -214,46 +215,58 @@ def test_in_place_and_whatever_the_batch(hopper, shape):
 # ---- the plan, without a device ------------------------------------------------------------------------------------------
 
 
-def plan(rows, columns, dtype=BF16, walk="wide", arrays=1, sm_count=132):
-    kernels = rms_norm.rms_norm_kernel, rms_norm.tiled_rms_norm_kernel
-    streamed = rms_norm.streamed_rms_norm_kernel
-    return plan_rows(
-        *kernels,
-        rows,
-        columns,
-        dtype,
-        walk,
-        (dtype, arrays == 2, False),
-        arrays,
-        True,
-        streamed=streamed,
-        sm_count=sm_count,
-    )
+def plan(rows, columns, dtype=BF16, walk="wide", residual=False, sm_count=132):
+    return rms_norm.plan(rows, columns, dtype, walk, dtype, residual, True, False, sm_count)
 
 
-def test_long_rows_alone_are_streamed(monkeypatch):
-    def streamed(*args, **options):
-        return plan(*args, **options).factory is rms_norm.streamed_rms_norm_kernel
+def is_streamed(*args, **options):
+    return plan(*args, **options).factory is rms_norm.streamed_rms_norm_kernel
 
-    assert streamed(1000, 16384) and streamed(1, 131072) and streamed(1000, 8192, F32)
-    assert not streamed(1000, 16376), "too short"
-    assert not streamed(1000, 16385, walk="staged"), "rows not at 16-byte addresses"
-    assert not streamed(1000, 16384, sm_count=0), "a GPU without bulk copies"
-    assert not streamed(1000, 2**20), "longer than a cluster's registers"
-    monkeypatch.setattr("nbkernels.kernels.rows.STREAMED_BYTES", {1: None, 2: 32768})
-    assert not streamed(1000, 16384) and streamed(1000, 16384, arrays=2)
+
+def test_long_rows_alone_are_streamed():
+    assert is_streamed(1000, 16384) and is_streamed(1, 131072) and is_streamed(1000, 8192, F32)
+    assert not is_streamed(1000, 16376), "too short"
+    assert not is_streamed(1000, 16384, sm_count=0), "a GPU without bulk copies"
+    assert not is_streamed(1000, 2**20), "longer than a cluster's registers"
+    assert is_streamed(1000, 8191, walk="staged") and not is_streamed(1000, 257, walk="staged")
+    assert not is_streamed(1000, 131071, walk="staged"), "longer than a block's registers"
 
 
 @dtypes
-@pytest.mark.parametrize("arrays", [1, 2])
-def test_the_grid_fits_on_the_gpu_and_the_kernel_is_the_same_for_all_batches(arrays, dtype):
-    for columns in (8192, 16384, 20000, 32768, 65536, 131072):
-        plans = [plan(rows, columns, dtype, arrays=arrays) for rows in (1, 7, 132, 100000)]
-        plans = [p for p in plans if p.factory is rms_norm.streamed_rms_norm_kernel]
-        assert len({p.constants for p in plans}) <= 1
-        for p in plans:
-            _, threads, chunks, kept, cluster, slots = p.constants[:6]
-            assert threads * chunks * cluster * (16 // dtype.itemsize) >= columns
-            assert p.grid[0] % cluster == 0 and p.grid[0] <= kept * 132
-            assert p.shared_bytes >= slots * threads * chunks * 16 * arrays
-            assert kept * (p.shared_bytes + 1024) <= 228 * 1024 and p.shared_bytes <= 227 * 1024
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("columns", [4097, 8191, 8192, 16384, 20000, 32768, 65536, 131072])
+def test_the_grid_fits_on_the_gpu_and_the_kernel_is_the_same_for_all_batches(residual, columns, dtype):
+    walk = "staged" if columns % 2 else "wide"
+    plans = [plan(rows, columns, dtype, walk, residual) for rows in (1, 7, 132, 100000)]
+    if plans[0].factory is not rms_norm.streamed_rms_norm_kernel:
+        return
+    assert len({p.constants for p in plans}) == 1
+    for p in plans:
+        _, of, threads, chunks, kept, cluster, slots = p.constants[:7]
+        assert of == walk and slots >= (2 if walk == "staged" else 1)
+        assert threads * chunks * cluster * (16 // dtype.itemsize) >= columns
+        assert p.grid[0] % cluster == 0 and p.grid[0] <= kept * 132
+        assert p.shared_bytes >= slots * threads * chunks * 16 * (2 if residual else 1)
+        assert kept * (p.shared_bytes + 1024) <= 228 * 1024 and p.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("columns", [4097, 8191, 16383])
+def test_odd_rows_are_held_as_they_are_streamed(columns):
+    """Another alignment of the results than of the rows, and the row is not streamed: with the same threads and chunks."""
+    on_its_way, apart = (plan(100, columns, BF16, "staged", sm_count=n).constants for n in (132, 0))
+    assert on_its_way[1:4] == apart[1:4]
+
+
+def test_what_may_be_streamed():
+    def view(pointer, columns, stride, dtype=BF16):
+        return DeviceArray(pointer, (8, columns), (stride, 1), dtype, None)
+
+    hopper, ada = (Device("cuda", "a GPU", arch, sm_count=132) for arch in ("sm_90a", "sm_89"))
+    x, y = view(1024, 8191, 8191), view(1 << 20, 8191, 8191)
+    assert streaming(hopper, "staged", (x, None, y)) == 132 and streaming(ada, "staged", (x, None, y)) == 0
+    assert streaming(hopper, "wide", (x, x)) == 132, "in place"
+    assert streaming(hopper, "staged", (x, view(1 << 20, 8191, 8199))) == 132, "a stride that shifts rows alike"
+    assert streaming(hopper, "staged", (x, x)) == 0, "in place: a row's pieces are written while its neighbour is read"
+    assert streaming(hopper, "staged", (x, view((1 << 20) + 2, 8191, 8191))) == 0, "the address"
+    assert streaming(hopper, "staged", (x, view(1 << 20, 8191, 8192))) == 0, "the stride"
+    assert streaming(hopper, "staged", (view(1024, 8191, 0), view(1 << 20, 8191, 8192))) == 0, "rows within each other"
