@@ -1,7 +1,7 @@
 """How a kernel walks rows: which thread holds which columns, in registers, and how the threads of a row reduce.
 
 A row of ``columns`` elements belongs to a group of ``threads`` threads (a power of two): part of a warp, a warp, or a whole
-block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth). Three walks:
+block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' worth). Its walks:
 
     wide      chunk c of thread t is columns (c·threads + t)·width and the width - 1 after it: one 16-byte access each
 
@@ -17,13 +17,13 @@ block. Each thread holds ``chunks`` chunks of ``width`` elements (16 bytes' wort
 
         memory:  |.. head|piece|piece| ... |piece|tail ..|  <->  shared memory at the same distance from such an address
 
-    streamed  wide, for long rows (sm_90): blocks stay and take row after row, which bulk copies bring ahead into a ring of slots
+    streamed  wide or staged (sm_90): blocks stay and take row after row, which bulk copies bring ahead into a ring of slots
 
-        memory:  |row 0|row 1|row 2| ...  ->  |slot 0|slot 1|slot 2|  ->  registers  ->  memory
+        memory:  |row 0|row 1|row 2| ...  ->  |slot 0|slot 1|slot 2|  ->  registers  [->  the slot]  ->  memory
 
-The walk is chosen by the row's length and the alignment, never by the number of rows, and strided and staged sum alike: a row
-gives the same bits in any batch. 16-bit elements are held as they are in memory, two to a register, and widened whenever they
-are used: widening is cheap, and registers are what bounds the bytes on their way.
+The walk is chosen by the row's length and the alignment, never by the number of rows; strided and staged sum alike, and so do
+staged rows that are streamed or not: a row gives the same bits in any batch. 16-bit elements are held as they are in memory, two
+to a register, and widened whenever they are used: widening is cheap, and registers are what bounds the bytes on their way.
 ``columns`` is an argument of the kernels; only the number of chunks is compiled in, so that few kernels serve all lengths.
 """
 
@@ -846,6 +846,9 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
         return Stream(step, begin, take, target, nothing, wide)
 
     _, _, get, anew, inside = _words(dtype, width, threads, chunks)
+    # a slot is filled again two rows after its own, when the copy of the result has long read it; of two slots, one row after
+    lag = min(slots - 1, 2)
+    pending = (lag - 1) * arrays  # copies of the rows since, one an array
 
     @cuda.jit(device=True, inline="always")
     def bring_edges(array, start, row, rows, thread, columns, to):
@@ -876,11 +879,11 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
             collect(uint32(own + uint32(array_bytes)), thread, columns, other)
             add(held, other)
         cuda.syncthreads()
-        # the slot of the row before: all have brought its edges away, and the copies that leave it may still read
-        ahead = row + int64(slots - 1) * step()
-        if uint32(cuda.threadIdx.x) == uint32(0) and turn > uint32(0) and ahead < rows:
-            bulk_wait_read(0)
-            send(rows_of, ahead, rows, first, columns, ring, uint32(uint32(turn - uint32(1)) % uint32(slots)))
+        # the slot of a row before: all have brought its edges away, and the copies that leave it have read it, or soon will have
+        ahead = row + int64(slots - lag) * step()
+        if uint32(cuda.threadIdx.x) == uint32(0) and turn >= uint32(lag) and ahead < rows:
+            bulk_wait_read(pending)
+            send(rows_of, ahead, rows, first, columns, ring, uint32(uint32(turn - uint32(lag)) % uint32(slots)))
         return at
 
     @cuda.jit(device=True, inline="always")
