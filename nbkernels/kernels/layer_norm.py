@@ -15,7 +15,8 @@ The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation. That i
 of the deviations is taken off as well, and off their squares (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
 variance", corrected two-pass).
 
-On sm_90 long rows are streamed: the same, row after row, while the next ones are on their way into shared memory.
+On sm_90 long rows that begin anywhere are streamed: the same, row after row, while the next ones are on their way into shared
+memory.
 
 A row beyond a block's registers is walked twice, tile by tile: there the mean of the first tile stands for the row's. The mean of
 k among n elements lies within sqrt(n / k) standard deviations of the row's, whatever the row holds (k times the square of the
@@ -136,12 +137,16 @@ def _layer_norm_row(
             sums[k] = float32(0.0)
         for c in range(chunks):
             get(held, c, values)
+            # what is past the row deviates by nothing; whole chunks need no conditions
+            if not whole(c, here):
+                for j in range(width):
+                    if not inside(c * width + j, thread, here):
+                        values[j] = mean
             for j in range(width):
-                if whole(c, here) or inside(c * width + j, thread, here):
-                    deviation = values[j] - mean
-                    sums[0] = ptx.fma(deviation, deviation, sums[0])
-                    if corrected:
-                        sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
+                deviation = values[j] - mean
+                sums[0] = ptx.fma(deviation, deviation, sums[0])
+                if corrected:
+                    sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
         row_sums(sums, sums_scratch)
         correction = sums[sum_count - 1] if corrected else float32(0.0)
         scale = root(held, mean, sums[0], correction, inverse_columns, eps, thread, here, again_scratch)
@@ -247,7 +252,6 @@ def streamed_layer_norm_kernel(
     threads,
     chunks,
     resident,
-    cluster,
     slots,
     parameter_dtype,
     has_weight,
@@ -261,19 +265,18 @@ def streamed_layer_norm_kernel(
     Its threads meet between two uses of a reduction's shared memory, so that no row needs its own.
     """
     width = vector_width(dtype)
-    locate = place(threads, 1, cluster, width)
-    enter, entered = entrance(cluster)
+    locate = place(threads, 1, 1, width)
     source = norm.source(dtype, walk, threads, chunks, has_residual)
     words = source.words
     arrays = 2 if has_residual else 1
-    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, arrays)
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, slots, arrays)
     options = (parameter_dtype, has_weight, has_bias, has_residual, quantised, kept)
     one_row, fetch, sum_count, result = _layer_norm_row(
-        dtype, walk, threads, chunks, cluster, source, access, nothing, *options
+        dtype, walk, threads, chunks, 1, source, access, nothing, *options
     )
-    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
+    sums_size = sum_count * SCRATCH
 
-    @kernel(launch_bounds=(threads, resident), cluster=cluster)
+    @kernel(launch_bounds=(threads, resident))
     def streamed_layer_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(parameter_dtype or dtype),
@@ -292,20 +295,18 @@ def streamed_layer_norm_kernel(
         scales: result.scales,
         scales_stride: result.scales_stride,
     ):
-        mean_scratch = cuda.shared.array(scratch_size, float32)
+        mean_scratch = cuda.shared.array(SCRATCH, float32)
         sums_scratch = cuda.shared.array(sums_size, float32)
-        again_scratch = cuda.shared.array(scratch_size, float32)
+        again_scratch = cuda.shared.array(SCRATCH, float32)
         held = cuda.local.array(words, uint32)
-        enter()
-        row, thread, first, here = locate(rows, columns)
-        start = int64(first)
+        row, thread, _, here = locate(rows, columns)
+        start = int64(0)
         rows_of = (x, x_stride, residual, residual_stride)
-        ring = begin(rows_of, row, rows, first, here)
+        ring = begin(rows_of, row, rows, here)
         vectors = fetch(weight, bias, start, thread, here)
-        entered()
         turn = uint32(0)
         while row < rows:
-            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            slot = take(rows_of, row, rows, here, ring, turn, thread, held)
             y_start, total_start = row * y_stride + start, row * total_stride + start
             one_row(
                 held,
@@ -483,9 +484,8 @@ def plan(
         options,
         arrays,
         clusters,
-        few=4,
         spare=1,
-        streamed=streamed_layer_norm_kernel,
+        streamed=streamed_layer_norm_kernel if walk == "staged" else None,
         sm_count=sm_count,
         vectors=vectors,
         more=norm.keeping(dtype, parameter_dtype, vectors, arrays, walk),

@@ -10,7 +10,8 @@ A row in registers, walked as ``rows`` says; x and residual are read once, y and
     squares     (x + residual)²  ->  sums      over the row, of the unrounded sum
     finish      (x + residual) · inverse root · weight  ->  y
 
-On sm_90 long rows are streamed: the same, row after row, while the next ones are on their way into shared memory.
+On sm_90 long rows that begin anywhere are streamed: the same, row after row, while the next ones are on their way into shared
+memory.
 
 A row beyond a block's registers is walked twice, tile by tile: squares first, then the rest.
 """
@@ -185,25 +186,22 @@ def rms_norm_kernel(
 
 
 def streamed_rms_norm_kernel(
-    dtype, walk, threads, chunks, resident, cluster, slots, weight_dtype, has_residual, quantised, kept
+    dtype, walk, threads, chunks, resident, slots, weight_dtype, has_residual, quantised, kept
 ):
     """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
 
-    A row has one reduction alone, and another block may be at the next row's while this one still reads: rows take turns at two
-    places for it.
+    Its threads meet between two uses of a reduction's shared memory, so that no row needs its own.
     """
     width = vector_width(dtype)
-    locate = place(threads, 1, cluster, width)
-    enter, entered = entrance(cluster)
-    scratch_size = SCRATCH * cluster
+    locate = place(threads, 1, 1, width)
     source = norm.source(dtype, walk, threads, chunks, has_residual)
     words = source.words
     arrays = 2 if has_residual else 1
-    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, arrays)
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, slots, arrays)
     options = (weight_dtype, has_residual, quantised, kept)
-    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, nothing, *options)
+    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, 1, source, access, nothing, *options)
 
-    @kernel(launch_bounds=(threads, resident), cluster=cluster)
+    @kernel(launch_bounds=(threads, resident))
     def streamed_rms_norm(
         x: ptx.pointer(dtype),
         weight: ptx.pointer(weight_dtype or dtype),
@@ -221,19 +219,17 @@ def streamed_rms_norm_kernel(
         scales: result.scales,
         scales_stride: result.scales_stride,
     ):
-        scratches = cuda.shared.array((2, scratch_size), float32)
-        again_scratch = cuda.shared.array(scratch_size, float32)
+        scratch = cuda.shared.array(SCRATCH, float32)
+        again_scratch = cuda.shared.array(SCRATCH, float32)
         held = cuda.local.array(words, uint32)
-        enter()
-        row, thread, first, here = locate(rows, columns)
-        start = int64(first)
+        row, thread, _, here = locate(rows, columns)
+        start = int64(0)
         rows_of = (x, x_stride, residual, residual_stride)
-        ring = begin(rows_of, row, rows, first, here)
+        ring = begin(rows_of, row, rows, here)
         vectors = fetch(weight, weight, start, thread, here)
-        entered()
         turn = uint32(0)
         while row < rows:
-            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
+            slot = take(rows_of, row, rows, here, ring, turn, thread, held)
             y_start, total_start = row * y_stride + start, row * total_stride + start
             one_row(
                 held,
@@ -250,7 +246,7 @@ def streamed_rms_norm_kernel(
                 here,
                 inverse_columns,
                 eps,
-                scratches[uint32(turn & uint32(1))],
+                scratch,
                 again_scratch,
             )
             row += step()
@@ -369,7 +365,7 @@ def plan(
         arrays,
         clusters,
         spare=spare,
-        streamed=streamed_rms_norm_kernel,
+        streamed=streamed_rms_norm_kernel if walk == "staged" else None,
         sm_count=sm_count,
         vectors=vectors,
         more=norm.keeping(dtype, weight_dtype, vectors, arrays, walk),

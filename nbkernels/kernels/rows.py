@@ -41,7 +41,7 @@ from nbkernels.ptx.bulk import bulk_commit, bulk_load, bulk_store, bulk_wait_rea
 from nbkernels.ptx.cluster import cluster_arrive, cluster_rank, cluster_wait, map_shared, st_cluster_f32
 from nbkernels.ptx.mbarrier import (
     fence_mbarrier_init,
-    fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
@@ -64,19 +64,14 @@ MOST_BLOCKS = 8
 FEWEST_THREADS = 4
 # From this many elements on a row that cannot be read wide is worth two barriers and the way through shared memory.
 STAGED_COLUMNS = 256
-# Streamed are rows from this many bytes on, by their walk.
-STREAMED_BYTES = {"wide": 32768, "staged": 8192}
-# 16-byte pieces of a row that a block takes at most: more blocks share a longer row. Where it has several arrays or kept vectors,
-# so many do that each takes fewer, if a cluster is large enough.
-STREAMED_PIECES = 4096
-STREAMED_PIECES_OF_SEVERAL = 2048
-# Slots for such parts: as much in flight as memory needs (some 64 KB a multiprocessor) while one part is worked on.
+# Streamed are rows from this many bytes on, by their walk, as measured (benchmarks/notes/rows.md): of the wide ones those of
+# which a multiprocessor's registers hold no second.
+STREAMED_BYTES = {"wide": 32769, "staged": 8192}
+# Slots of a block: as much on its way as memory needs (some 64 KB a multiprocessor) while one row is worked on.
 STREAMED_SLOTS = 4
 # of a multiprocessor with compute capability 9.0, less what the system and the reductions take of it for each block
 RING_BYTES = 228 * 1024
 BLOCK_BYTES = 6 * 1024
-# Multiprocessors that clusters of four and more share: a graphics processing cluster has 16 or 18 of them.
-CLUSTER_REACH = 16
 
 
 def _power_of_two(n):
@@ -85,11 +80,11 @@ def _power_of_two(n):
 
 
 @lru_cache(maxsize=4096)
-def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0, most=None):
+def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0):
     """(threads, chunks, blocks) that hold a row of each of ``arrays`` arrays in registers; None where it is too long for them.
 
     clusters: whether blocks can share a row; few: chunks a thread that suit short rows; spare: chunks' registers that the largest
-    blocks need for other things; most: 16-byte pieces of a row that a block takes at most, where that is less than it can hold.
+    blocks need for other things.
     As measured on an H200 (benchmarks/notes/rows.md): short rows want few chunks a thread, so that many are on their way, long
     ones more, so that few threads reduce; what a row leaves unused of them counts most. A cluster takes a row that one block
     cannot hold, and then has two blocks a multiprocessor where they hold it.
@@ -103,10 +98,6 @@ def split(columns, dtype, walk, arrays=1, clusters=False, few=2, spare=0, most=N
     if clusters and pieces > block_pieces:
         shared = block_pieces if block_pieces == LONGEST_WIDE * MOST_CHUNKS else SHARED_PIECES
         cluster = min(MOST_BLOCKS, _power_of_two(-(-pieces // shared)))
-    if most is not None:
-        cluster = _power_of_two(-(-pieces // min(most, block_pieces)))
-        if cluster > MOST_BLOCKS:
-            return None
     pieces = -(-pieces // cluster)
     short, few, more = (128, few, 4) if arrays == 1 else (256, 1, 3)
     wanted = few if pieces <= short else more
@@ -154,21 +145,16 @@ def plan_rows(
     Where rows are long, and sm_count is ``streaming``'s and not 0: factory ``streamed``, with constants of ``plan_streamed``.
     held gets the constants (dtype, walk, threads, chunks, rows a block, resident blocks, blocks a row, *options), tiled (dtype,
     walk, threads, chunks, *options) with those of a tile; all launch with the same arguments. vectors: kept ones of a row's
-    length. more(threads, chunks, blocks, streamed): constants behind the options of held and streamed, which do not change a bit;
-    where any is true, few blocks of held are there and have registers to themselves.
+    length. more(threads, chunks, blocks, streamed): constants behind the options of held and streamed, which do not change a
+    bit, by the threads that share registers; where any is true, few blocks of held are there and have them to themselves.
     """
     more = more or (lambda threads, chunks, blocks, streamed: ())
     part = split(columns, dtype, walk, arrays, clusters, few, spare)
-    if streamed and sm_count and columns * dtype.itemsize >= STREAMED_BYTES.get(walk, math.inf):
-        # a row that is staged where it cannot be streamed has the same bits there
-        streamed_part = part if part is not None and part[2] == 1 else None
-        if walk == "wide":
-            pieces = (STREAMED_PIECES,) if arrays + vectors == 1 else (STREAMED_PIECES_OF_SEVERAL, STREAMED_PIECES)
-            parts = (split(columns, dtype, walk, arrays, True, few, spare, most) for most in pieces)
-            streamed_part = next((part for part in parts if part is not None), None)
-        if streamed_part is not None:
-            options = (*options, *more(*streamed_part[:2], sm_count, True))
-            return plan_streamed(streamed, rows, dtype, walk, streamed_part, options, arrays, sm_count, vectors)
+    long = columns * dtype.itemsize >= STREAMED_BYTES.get(walk, math.inf)
+    # a row that is staged where it cannot be streamed has the same bits there
+    if streamed and sm_count and long and part is not None and part[2] == 1:
+        options = (*options, *more(2 * part[0], part[1], sm_count, True))
+        return plan_streamed(streamed, rows, dtype, walk, part[:2], options, arrays, sm_count, vectors)
     if part is None:
         threads, chunks = LONGEST_STRIDED, CHUNKS // arrays
         shared = shared_bytes(dtype, walk, threads, chunks, 1, arrays)
@@ -187,20 +173,20 @@ def plan_rows(
 def plan_streamed(
     factory, rows, dtype, walk, part, options, arrays, sm_count, vectors=0, slots=STREAMED_SLOTS, kept=None
 ):
-    """The Plan of a persistent grid: factory gets (dtype, walk, threads, chunks, resident blocks, blocks a row, slots, *options).
+    """The Plan of a persistent grid: factory gets (dtype, walk, threads, chunks, resident blocks, slots, *options).
 
-    part: (threads, chunks, blocks a row); slots: at most, of each block; kept: resident blocks, else those of ``resident``.
+    part: (threads, chunks); slots: at most, of each block; kept: resident blocks, else those of ``resident``.
     """
-    threads, chunks, cluster = part
-    kept = kept or resident(threads, 4 * chunks * (arrays + vectors), walk)
+    threads, chunks = part
     row_bytes = _array_bytes(walk, threads, chunks) * arrays
+    if kept is None:
+        kept = resident(threads, 4 * chunks * (arrays + vectors), walk)
+        if walk != "wide" and 2 * (2 * row_bytes + BLOCK_BYTES) <= RING_BYTES:
+            kept = max(kept, 2)  # one works while another meets
     slots = max(1, min(slots, (RING_BYTES // kept - BLOCK_BYTES) // row_bytes))
-    # clusters that cannot run at once with the others would run after them, and take as long as all
-    reach = sm_count if cluster <= 2 else max(sm_count // CLUSTER_REACH * CLUSTER_REACH, 1)
-    at_once = max(1, reach * kept // cluster)
-    constants = (dtype, walk, threads, chunks, kept, cluster, slots, *options)
+    constants = (dtype, walk, threads, chunks, kept, slots, *options)
     # slots begin at multiples of 128 bytes
-    return Plan(factory, constants, (min(rows, at_once) * cluster, 1, 1), (threads, 1, 1), slots * row_bytes + 128)
+    return Plan(factory, constants, (min(rows, sm_count * kept), 1, 1), (threads, 1, 1), slots * row_bytes + 128)
 
 
 def streaming(device, walk, arrays):
@@ -700,18 +686,18 @@ def _staged(dtype, width, threads, chunks, rows_per_block, slot):
 
 
 class Stream(NamedTuple):
-    """Rows on their way through a ring of slots in shared memory. Each block takes its part of every step-th row.
+    """Rows on their way through a ring of slots in shared memory. Each block takes every step-th row.
 
     step(): rows between two of a block
-    begin(rows_of, row, rows, first, columns): make the ring ready and send for the first rows, from ``row`` on -> ring
-    take(rows_of, row, rows, first, columns, ring, turn, thread, held): held[:] = the thread's part of ``row``, the block's
+    begin(rows_of, row, rows, columns): make the ring ready and send for the first rows, from ``row`` on -> ring
+    take(rows_of, row, rows, columns, ring, turn, thread, held): held[:] = the thread's part of ``row``, the block's
         turn-th; zeros past ``columns``. A row after those on their way is sent for -> the row's slot
     target(pointer, start, slot, a): what ``access.put`` and ``flush`` take for the result in place of a pointer; a: the array
         of the slot, 0 or 1, in whose place it may stay
     end(): after the last row
     access: to the results
 
-    rows_of: (x, x_stride, residual, residual_stride), in elements; first, columns: of the block's part; ring: two addresses.
+    rows_of: (x, x_stride, residual, residual_stride), in elements; ring: two addresses.
     held has the words of the walk: those of both arrays if their elements have 16 bits, else those of their sum.
     A block meets its own threads once in ``take``: shared memory of theirs that was read before it may be written after it.
     """
@@ -730,8 +716,8 @@ def _array_bytes(walk, threads, chunks):
 
 
 @cache
-def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
-    """The Stream of one or two arrays, for the wide or the staged walk: slots > 1 and no cluster in the latter.
+def stream(dtype, walk, threads, chunks, slots, arrays):
+    """The Stream of one or two arrays, for the wide or the staged walk, which needs two slots.
 
     A staged row comes with all of the 16-byte pieces that have some of it, but for those that reach out of the array; these
     are the first row's first and the last row's last, whose elements threads bring. The result goes back to the same place in the
@@ -749,7 +735,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
 
     @cuda.jit(device=True, inline="always")
     def step():
-        return int64(uint32(uint32(cuda.gridDim.x) // uint32(cluster)))
+        return int64(cuda.gridDim.x)
 
     @cuda.jit(device=True, inline="always")
     def span(at, row, rows, columns):
@@ -761,10 +747,10 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
         return shift, behind, low, uint32(high)
 
     @cuda.jit(device=True, inline="always")
-    def send(rows_of, row, rows, first, columns, ring, slot):
+    def send(rows_of, row, rows, columns, ring, slot):
         x, x_stride, residual, residual_stride = rows_of
         to, barrier = uint32(ring[0] + uint32(slot * uint32(slot_bytes))), uint32(ring[1] + uint32(slot << uint32(3)))
-        source = ptx.address(x, row * x_stride + int64(first))
+        source = ptx.address(x, row * x_stride)
         low, copied = uint32(0), uint32(columns * uint32(itemsize))
         if staged:
             shift, _, low, high = span(source, row, rows, columns)
@@ -774,13 +760,13 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
         mbarrier_expect(barrier, uint32(copied * uint32(arrays)))
         bulk_load(to, source, copied, barrier)
         if arrays == 2:
-            source = ptx.address(residual, row * residual_stride + int64(first))
+            source = ptx.address(residual, row * residual_stride)
             if staged:
                 source = source + uint64(int64(int32(low)))
             bulk_load(uint32(to + uint32(array_bytes)), source, copied, barrier)
 
     @cuda.jit(device=True, inline="always")
-    def begin(rows_of, row, rows, first, columns):
+    def begin(rows_of, row, rows, columns):
         base = ptx.shared_address(cuda.shared.array(0, uint8))
         barriers = ptx.shared_address(cuda.shared.array(slots, uint64))
         ring = (uint32(uint32(base + uint32(127)) & uint32(0xFFFFFF80)), barriers)
@@ -791,7 +777,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
             for s in range(slots):
                 ahead = row + int64(s) * step()
                 if ahead < rows:
-                    send(rows_of, ahead, rows, first, columns, ring, uint32(s))
+                    send(rows_of, ahead, rows, columns, ring, uint32(s))
         cuda.syncthreads()
         return ring
 
@@ -825,7 +811,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
                         held[4 * c + j] = uint32(0)
 
         @cuda.jit(device=True, inline="always")
-        def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+        def take(rows_of, row, rows, columns, ring, turn, thread, held):
             at = arrived(ring, turn)
             own = uint32(at + uint32(thread << uint32(4)))
             of_slot(own, thread, columns, held)
@@ -836,7 +822,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
             cuda.syncthreads()
             ahead = row + int64(slots) * step()
             if uint32(cuda.threadIdx.x) == uint32(0) and ahead < rows:
-                send(rows_of, ahead, rows, first, columns, ring, uint32(turn % uint32(slots)))
+                send(rows_of, ahead, rows, columns, ring, uint32(turn % uint32(slots)))
             return at
 
         @cuda.jit(device=True, inline="always")
@@ -862,7 +848,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
             write(uint32(own + high), array[start + int64(last)])
 
     @cuda.jit(device=True, inline="always")
-    def take(rows_of, row, rows, first, columns, ring, turn, thread, held):
+    def take(rows_of, row, rows, columns, ring, turn, thread, held):
         x, x_stride, residual, residual_stride = rows_of
         at = arrived(ring, turn)
         if row == int64(0) or row == rows - int64(1):
@@ -883,7 +869,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
         ahead = row + int64(slots - lag) * step()
         if uint32(cuda.threadIdx.x) == uint32(0) and turn >= uint32(lag) and ahead < rows:
             bulk_wait_read(pending)
-            send(rows_of, ahead, rows, first, columns, ring, uint32(uint32(turn - uint32(lag)) % uint32(slots)))
+            send(rows_of, ahead, rows, columns, ring, uint32(uint32(turn - uint32(lag)) % uint32(slots)))
         return at
 
     @cuda.jit(device=True, inline="always")
@@ -899,7 +885,7 @@ def stream(dtype, walk, threads, chunks, cluster, slots, arrays):
     @cuda.jit(device=True, inline="always")
     def flush(pointer, start, thread, columns):
         array, at = pointer
-        fence_proxy_async()
+        fence_proxy_async_shared()
         cuda.syncthreads()
         to = ptx.address(array, start)
         head = min(uint32(uint32(uint32(0) - at) & uint32(15)) // uint32(itemsize), columns)

@@ -66,12 +66,18 @@ def _softmax_row(dtype, threads, chunks, cluster, access, entered, kept=False):
         sign = float32(-1.0) if slope < float32(0.0) else float32(1.0)
         steepness = slope * sign
 
+        # whole chunks need no conditions, and are all but the last
         top = float32(-np.inf)
         for c in range(chunks):
             get(held, c, values)
             for j in range(width):
-                if whole(c, here) or inside(c * width + j, thread, here):
-                    top = ptx.fmax(top, values[j] * sign)
+                values[j] *= sign
+            if not whole(c, here):
+                for j in range(width):
+                    if not inside(c * width + j, thread, here):
+                        values[j] = float32(-np.inf)
+            for j in range(width):
+                top = ptx.fmax(top, values[j])
         entered()
         top = row_max(top, max_scratch)
 
@@ -80,10 +86,15 @@ def _softmax_row(dtype, threads, chunks, cluster, access, entered, kept=False):
         for c in range(chunks):
             get(held, c, values)
             for j in range(width):
-                weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
+                values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)
+            if not whole(c, here):
+                for j in range(width):
+                    if not inside(c * width + j, thread, here):
+                        values[j] = float32(0.0)
+            for j in range(width):
                 if kept:
-                    powers[c * width + j] = weight
-                total += weight if whole(c, here) or inside(c * width + j, thread, here) else float32(0.0)
+                    powers[c * width + j] = values[j]
+                total += values[j]
         inverse = ptx.rcp(row_sum(total, sum_scratch))
 
         anew(held)
@@ -138,20 +149,18 @@ def softmax_kernel(dtype, walk, threads, chunks, rows_per_block, resident, clust
     return softmax
 
 
-def streamed_softmax_kernel(dtype, walk, threads, chunks, resident, cluster, slots, kept):
+def streamed_softmax_kernel(dtype, walk, threads, chunks, resident, slots, kept):
     """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
 
     Its threads meet twice between two uses of a reduction's shared memory, so that no row needs its own.
     """
     width = vector_width(dtype)
-    locate = place(threads, 1, cluster, width)
-    enter, entered = entrance(cluster)
-    scratch_size = SCRATCH * cluster
-    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, cluster, slots, 1)
+    locate = place(threads, 1, 1, width)
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, slots, 1)
     words = access.words
-    one_row = _softmax_row(dtype, threads, chunks, cluster, access, nothing, kept)
+    one_row = _softmax_row(dtype, threads, chunks, 1, access, nothing, kept)
 
-    @kernel(launch_bounds=(threads, resident), cluster=cluster)
+    @kernel(launch_bounds=(threads, resident))
     def streamed_softmax(
         x: ptx.pointer(dtype),
         y: ptx.pointer(dtype),
@@ -161,18 +170,16 @@ def streamed_softmax_kernel(dtype, walk, threads, chunks, resident, cluster, slo
         y_stride: int64,
         slope: float32,
     ):
-        max_scratch = cuda.shared.array(scratch_size, float32)
-        sum_scratch = cuda.shared.array(scratch_size, float32)
+        max_scratch = cuda.shared.array(SCRATCH, float32)
+        sum_scratch = cuda.shared.array(SCRATCH, float32)
         held = cuda.local.array(words, uint32)
-        enter()
-        row, thread, first, here = locate(rows, columns)
+        row, thread, _, here = locate(rows, columns)
         rows_of = (x, x_stride, x, x_stride)
-        ring = begin(rows_of, row, rows, first, here)
-        entered()
+        ring = begin(rows_of, row, rows, here)
         turn = uint32(0)
         while row < rows:
-            slot = take(rows_of, row, rows, first, here, ring, turn, thread, held)
-            start = row * y_stride + int64(first)
+            slot = take(rows_of, row, rows, here, ring, turn, thread, held)
+            start = row * y_stride
             one_row(held, target(y, start, slot, 0), start, thread, here, slope, max_scratch, sum_scratch)
             row += step()
             turn = uint32(turn + uint32(1))

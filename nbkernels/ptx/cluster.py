@@ -42,8 +42,7 @@ def cluster_wait():
     """Wait until all threads of the cluster have arrived; what they wrote before they arrived is seen after it."""
 
 
-# kept where it stands: taken out of a loop and the condition around it, it would be asked about ranks that there are not
-@instruction(uint32(uint32, uint32), "mapa.shared::cluster.u32 $0, $1, $2;", effect="reads")
+@instruction(uint32(uint32, uint32), "mapa.shared::cluster.u32 $0, $1, $2;")
 def map_shared(address, rank):
     """The address, for the functions below, of what lies at a shared address in the block of this rank (also the own one)."""
 

@@ -48,6 +48,11 @@ def fence_proxy_async():
     """Order what this thread wrote or read before bulk copies and wgmma that touch the same bytes after. sm_90."""
 
 
+@instruction(void(), "fence.proxy.async.shared::cta;", effect="writes")
+def fence_proxy_async_shared():
+    """As ``fence_proxy_async``, of the block's shared memory alone: it does not wait for what goes to global memory. sm_90."""
+
+
 @instruction(void(uint32, uint32), "bar.sync $0, $1;", effect="converges")
 def barrier_sync(number, threads):
     """Arrive at barrier 0 to 15 of the block and wait until ``threads`` (a multiple of 32) have."""
