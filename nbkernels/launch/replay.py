@@ -198,12 +198,12 @@ class _Record:
         self.only_stream = next((stream for _, stream in note.kept.values()), None)
         self.out = next((i for i, t in enumerate(tensors) if t is out), None) if out is not None else None
         # ``out`` may lie where an operand lies, or apart from it, if it did so in the call that was checked
-        self.beside = []
+        self.beside, self.relations = [], []
         if self.out is not None:
             spans = [_span(t) for t in tensors]
             self.beside = [(i, spans[self.out], spans[i]) for i in range(len(tensors)) if i != self.out]
             self.relations = self._relations(operands)
-        simple = len(self.launches) == 1 and self.plain and not (self.beside or self.kept or overlap.entered())
+        simple = len(self.launches) == 1 and self.plain and not (self.kept or overlap.entered())
         simple = simple and not self.launches[0].maps
         self.once = (
             self._once() if simple and len(tensors) == 1 and self.results == [1] and len(self.new) == 1 else None
@@ -241,8 +241,11 @@ class _Record:
         launch_kernel, take, give = launch.launch_kernel, spare.pop, spare.append
         slots, results = launch.slots, self.results
         result = results[0] if self.single else None
+        relations, apart = self._relations if self.beside else None, self.relations
 
         def again(tensors, pointers):
+            if relations is not None and relations(pointers) != apart:
+                return NotImplemented
             for make in new:
                 made = make()
                 tensors.append(made)
