@@ -95,9 +95,9 @@ FAULTS = [
     *_of(
         "softmax",
         "softmax bfloat16, block",
-        ("mask of the maximum", "                if whole(c, here) or inside(c * width + j, thread, here):\n                    top", "                if True:\n                    top"),
-        ("mask of the sum", "weight if whole(c, here) or inside(c * width + j, thread, here) else float32(0.0)", "weight"),
-        ("scale left out", "weight = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)", "weight = ptx.ex2(ptx.fma(values[j], sign, -top))"),
+        ("mask of the maximum", "values[j] = float32(-np.inf)", "values[j] *= float32(1.0)"),
+        ("mask of the sum", "values[j] = float32(0.0)\n            for j", "values[j] *= float32(1.0)\n            for j"),
+        ("scale left out", "values[j] = ptx.ex2(ptx.fma(values[j], sign, -top) * steepness)\n            if", "values[j] = ptx.ex2(ptx.fma(values[j], sign, -top))\n            if"),
         ("one scratch for two reductions", "row_sum(total, sum_scratch)", "row_sum(total, max_scratch)"),
         ("stride of the output", "put(y, row * y_stride + start", "put(y, row * (y_stride + 8) + start"),
     ),

@@ -15,6 +15,9 @@ The mean of a row such as 2000 + N(0, 1) rounds to 1e-4 of its deviation. That i
 of the deviations is taken off as well, and off their squares (Chan, Golub, LeVeque 1983, "Algorithms for computing the sample
 variance", corrected two-pass).
 
+On sm_90 long rows that begin anywhere are streamed: the same, row after row, while the next ones are on their way into shared
+memory.
+
 A row beyond a block's registers is walked twice, tile by tile: there the mean of the first tile stands for the row's. The mean of
 k among n elements lies within sqrt(n / k) standard deviations of the row's, whatever the row holds (k times the square of the
 distance is no more than the n variances), so the sums of deviations lose no more than a factor of 1 + n / k.
@@ -34,16 +37,131 @@ from nbkernels.kernels.rows import (
     choose_walk,
     entrance,
     has_clusters,
+    nothing,
     place,
     plan_rows,
     reductions,
     row_access,
     several_sums,
+    stream,
+    streaming,
 )
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
 
 SUMS_SCRATCH = 3 * SCRATCH
+
+
+def _layer_norm_row(
+    dtype,
+    walk,
+    threads,
+    chunks,
+    cluster,
+    source,
+    access,
+    entered,
+    parameter_dtype,
+    has_weight,
+    has_bias,
+    has_residual,
+    quantised,
+    kept,
+):
+    """(one_row, fetch, sums a row, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
+
+    vectors: what fetch returned; scratches: shared memory of three reductions, the second of as many sums; start: the block's
+    first column.
+    """
+    width = vector_width(dtype)
+    # 16-bit values have so few digits that a float32 holds their mean well enough
+    corrected = dtype.itemsize == 4
+    sum_count = 2 if corrected else 1
+    words, _, get, anew = source
+    whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
+    vectors_of = (dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    fetch, scale_chunk = norm.parameters(*vectors_of, kept)
+    row_sum, _ = reductions(threads, cluster)
+    row_sums = several_sums(threads, sum_count, cluster)
+    root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
+
+    @cuda.jit(device=True, inline="always")
+    def normalise(held, c, values, vectors, start, thread, columns, statistics):
+        mean, correction, scale, offset = statistics
+        get(held, c, values)
+        for j in range(width):
+            if corrected:
+                values[j] = (values[j] - mean - correction) * scale
+            else:
+                values[j] = ptx.fma(values[j], scale, offset)
+        scale_chunk(values, vectors, start, thread, columns, c)
+
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
+
+    @cuda.jit(device=True, inline="always")
+    def one_row(
+        held,
+        vectors,
+        y,
+        y_start,
+        total,
+        total_start,
+        scales,
+        scales_stride,
+        row,
+        start,
+        thread,
+        here,
+        inverse_columns,
+        eps,
+        scratches,
+    ):
+        mean_scratch, sums_scratch, again_scratch = scratches
+        values = cuda.local.array(width, float32)
+        sums = cuda.local.array(sum_count, float32)
+        mean = float32(0.0)
+        for c in range(chunks):
+            get(held, c, values)
+            if has_residual:
+                put(total, total_start, thread, here, c, values)
+            for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
+                mean = ptx.fma(values[j], inverse_columns, mean)
+        if has_residual:
+            flush(total, total_start, thread, here)
+        entered()
+        mean = row_sum(mean, mean_scratch)
+
+        anew(held)
+        for k in range(sum_count):
+            sums[k] = float32(0.0)
+        for c in range(chunks):
+            get(held, c, values)
+            # what is past the row deviates by nothing; whole chunks need no conditions
+            if not whole(c, here):
+                for j in range(width):
+                    if not inside(c * width + j, thread, here):
+                        values[j] = mean
+            for j in range(width):
+                deviation = values[j] - mean
+                sums[0] = ptx.fma(deviation, deviation, sums[0])
+                if corrected:
+                    sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
+        row_sums(sums, sums_scratch)
+        correction = sums[sum_count - 1] if corrected else float32(0.0)
+        scale = root(held, mean, sums[0], correction, inverse_columns, eps, thread, here, again_scratch)
+
+        anew(held)
+        statistics = (mean, correction, scale, -mean * scale)
+        top = largest(held, vectors, start, thread, here, statistics)
+        step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
+        for c in range(chunks):
+            normalise(held, c, values, vectors, start, thread, here, statistics)
+            put_result(y, y_start, thread, here, c, values, step)
+        flush_result(y, y_start, thread, here)
+
+    return one_row, fetch, sum_count, result
 
 
 def layer_norm_kernel(
@@ -59,40 +177,25 @@ def layer_norm_kernel(
     has_bias,
     has_residual,
     quantised,
+    kept,
 ):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row; kept: whether weight and bias are sent for with the
+    row.
     """
     width = vector_width(dtype)
-    # 16-bit values have so few digits that a float32 holds their mean well enough
-    corrected = dtype.itemsize == 4
-    sum_count = 2 if corrected else 1
     locate = place(threads, rows_per_block, cluster, width)
     enter, entered = entrance(cluster)
-    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
-    words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    source = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    words, read = source[:2]
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    whole, inside, put, flush = access.whole, access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
-    row_sum, _ = reductions(threads, cluster)
-    row_sums = several_sums(threads, sum_count, cluster)
-    root = norm.inverse_root(dtype, threads, chunks, cluster, get, inside)
-
-    @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
-        mean, correction, scale, offset = statistics
-        get(held, c, values)
-        for j in range(width):
-            if corrected:
-                values[j] = (values[j] - mean - correction) * scale
-            else:
-                values[j] = ptx.fma(values[j], scale, offset)
-        scale_chunk(values, weight, bias, start, thread, columns, c)
-
-    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
-    largest, divisor, again, put_result, flush_result = result[:5]
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised, kept)
+    one_row, fetch, sum_count, result = _layer_norm_row(
+        dtype, walk, threads, chunks, cluster, source, access, entered, *options
+    )
+    scratch_size, sums_size = SCRATCH * cluster, sum_count * SCRATCH * cluster
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def layer_norm(
@@ -117,51 +220,116 @@ def layer_norm_kernel(
         sums_scratch = cuda.shared.array(sums_size, float32)
         again_scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
-        values = cuda.local.array(width, float32)
-        sums = cuda.local.array(sum_count, float32)
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
+        vectors = fetch(weight, bias, start, thread, here)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
-
-        mean = float32(0.0)
-        for c in range(chunks):
-            get(held, c, values)
-            if has_residual:
-                put(total, row * total_stride + start, thread, here, c, values)
-            for j in range(width):  # scaled before they are summed: huge elements may sum to infinity
-                mean = ptx.fma(values[j], inverse_columns, mean)
-        if has_residual:
-            flush(total, row * total_stride + start, thread, here)
-        entered()
-        mean = row_sum(mean, mean_scratch)
-
-        anew(held)
-        for k in range(sum_count):
-            sums[k] = float32(0.0)
-        for c in range(chunks):
-            get(held, c, values)
-            for j in range(width):
-                if whole(c, here) or inside(c * width + j, thread, here):
-                    deviation = values[j] - mean
-                    sums[0] += deviation * deviation
-                    if corrected:
-                        sums[1] = ptx.fma(deviation, inverse_columns, sums[1])
-        row_sums(sums, sums_scratch)
-        correction = sums[sum_count - 1] if corrected else float32(0.0)
-        scale = root(held, mean, sums[0], correction, inverse_columns, eps, thread, here, again_scratch)
-
-        anew(held)
-        statistics = (mean, correction, scale, -mean * scale)
-        top = largest(held, weight, bias, start, thread, here, statistics)
-        step = divisor(top, scales, row, scales_stride, start, thread, here)
-        again(held)
-        for c in range(chunks):
-            normalise(held, c, values, weight, bias, start, thread, here, statistics)
-            put_result(y, row * y_stride + start, thread, here, c, values, step)
-        flush_result(y, row * y_stride + start, thread, here)
+        one_row(
+            held,
+            vectors,
+            y,
+            row * y_stride + start,
+            total,
+            row * total_stride + start,
+            scales,
+            scales_stride,
+            row,
+            start,
+            thread,
+            here,
+            inverse_columns,
+            eps,
+            (mean_scratch, sums_scratch, again_scratch),
+        )
 
     return layer_norm
+
+
+def streamed_layer_norm_kernel(
+    dtype,
+    walk,
+    threads,
+    chunks,
+    resident,
+    slots,
+    parameter_dtype,
+    has_weight,
+    has_bias,
+    has_residual,
+    quantised,
+    kept,
+):
+    """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
+
+    Its threads meet between two uses of a reduction's shared memory, so that no row needs its own.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, 1, 1, width)
+    source = norm.source(dtype, walk, threads, chunks, has_residual)
+    words = source.words
+    arrays = 2 if has_residual else 1
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, slots, arrays)
+    options = (parameter_dtype, has_weight, has_bias, has_residual, quantised, kept)
+    one_row, fetch, sum_count, result = _layer_norm_row(
+        dtype, walk, threads, chunks, 1, source, access, nothing, *options
+    )
+    sums_size = sum_count * SCRATCH
+
+    @kernel(launch_bounds=(threads, resident))
+    def streamed_layer_norm(
+        x: ptx.pointer(dtype),
+        weight: ptx.pointer(parameter_dtype or dtype),
+        bias: ptx.pointer(parameter_dtype or dtype),
+        residual: ptx.pointer(dtype),
+        y: result.y,
+        total: ptx.pointer(dtype),
+        rows: int64,
+        columns: uint32,
+        x_stride: int64,
+        residual_stride: int64,
+        y_stride: int64,
+        total_stride: int64,
+        inverse_columns: float32,
+        eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
+    ):
+        mean_scratch = cuda.shared.array(SCRATCH, float32)
+        sums_scratch = cuda.shared.array(sums_size, float32)
+        again_scratch = cuda.shared.array(SCRATCH, float32)
+        held = cuda.local.array(words, uint32)
+        row, thread, _, here = locate(rows, columns)
+        start = int64(0)
+        rows_of = (x, x_stride, residual, residual_stride)
+        ring = begin(rows_of, row, rows, here)
+        vectors = fetch(weight, bias, start, thread, here)
+        turn = uint32(0)
+        while row < rows:
+            slot = take(rows_of, row, rows, here, ring, turn, thread, held)
+            y_start, total_start = row * y_stride + start, row * total_stride + start
+            one_row(
+                held,
+                vectors,
+                target(y, y_start, slot, 0),
+                y_start,
+                target(total, total_start, slot, 1),
+                total_start,
+                scales,
+                scales_stride,
+                row,
+                start,
+                thread,
+                here,
+                inverse_columns,
+                eps,
+                (mean_scratch, sums_scratch, again_scratch),
+            )
+            row += step()
+            turn = uint32(turn + uint32(1))
+        end()
+
+    return streamed_layer_norm
 
 
 def tiled_layer_norm_kernel(
@@ -177,17 +345,18 @@ def tiled_layer_norm_kernel(
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     inside, put, flush = access.inside, access.put, access.flush
-    scale_chunk = norm.finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    vectors_of = (dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised)
+    _, scale_chunk = norm.parameters(*vectors_of)
     row_sum, _ = reductions(threads)
     row_sums = several_sums(threads, 3)
 
     @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, statistics):
+    def normalise(held, c, values, vectors, start, thread, columns, statistics):
         shift, mean, scale = statistics
         get(held, c, values)
         for j in range(width):
             values[j] = (values[j] - shift - mean) * scale
-        scale_chunk(values, weight, bias, start, thread, columns, c)
+        scale_chunk(values, vectors, start, thread, columns, c)
 
     result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
     largest, divisor, _, put_result, flush_result = result[:5]
@@ -265,7 +434,7 @@ def tiled_layer_norm_kernel(
             for start in range(int64(0), columns, int64(tile)):
                 here = uint32(min(columns - start, int64(tile)))
                 read(x, x_row + start, residual, residual_row + start, thread, here, held)
-                top = ptx.fmax_nan(top, largest(held, weight, bias, start, thread, here, statistics))
+                top = ptx.fmax_nan(top, largest(held, (weight, bias), start, thread, here, statistics))
         step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
 
         for start in range(int64(0), columns, int64(tile)):
@@ -277,7 +446,7 @@ def tiled_layer_norm_kernel(
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                normalise(held, c, values, weight, bias, start, thread, here, statistics)
+                normalise(held, c, values, (weight, bias), start, thread, here, statistics)
                 put_result(y, row * y_stride + start, thread, here, c, values, step)
             flush_result(y, row * y_stride + start, thread, here)
 
@@ -296,13 +465,15 @@ def plan(
     has_residual=False,
     clusters=False,
     quantised=False,
+    sm_count=0,
 ):
     """rows, columns > 0; walk, clusters: of ``rows.choose_walk`` and ``has_clusters``; parameter_dtype: weight's and bias's.
 
-    quantised: y is int8 with a scale a row.
+    quantised: y is int8 with a scale a row; sm_count: ``rows.streaming``'s.
     """
     options = (parameter_dtype, has_weight, has_bias, has_residual, quantised)
     arrays = 2 if has_residual else 1
+    vectors = int(has_weight) + int(has_bias)
     return plan_rows(
         layer_norm_kernel,
         tiled_layer_norm_kernel,
@@ -313,8 +484,11 @@ def plan(
         options,
         arrays,
         clusters,
-        few=4,
         spare=1,
+        streamed=streamed_layer_norm_kernel if walk == "staged" else None,
+        sm_count=sm_count,
+        vectors=vectors,
+        more=norm.keeping(dtype, parameter_dtype, vectors, arrays, walk),
     )
 
 
@@ -349,5 +523,6 @@ def run(x, weight, bias, residual, out, scales, total, eps, device, stream):
         residual is not None,
         has_clusters(device),
         quantised,
+        streaming(device, walk, (x, residual, out, total)),
     )
     launch(chosen, norm.arguments(x, (weight, bias), residual, out, scales, total, eps), device, stream)

@@ -116,7 +116,6 @@ MOST_SHARED = 2
 # fewer rows, and fewer small tiles than a share of the multiprocessors, are better served by matmul's other kernels
 LEAST_ROWS, LEAST_SHARE = 128, 4
 # from here on rows times a weight of so many bytes or more, too
-SCALE_BOXES = False  # boxes of scales wait for a run on a GPU
 FEW_ROWS, FEW_ROWS_BYTES = 17, 2 * 2**20
 SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 
@@ -944,7 +943,7 @@ def plan_of(rows, columns, depth, constants, sm_count):
 def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
     columns, depth = weight.shape
-    scale_boxes = SCALE_BOXES and kind == "groups" and boxed_groups(group_size) and describes(scales)
+    scale_boxes = kind == "groups" and boxed_groups(group_size) and describes(scales)
     chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, scale_boxes, epilogue, device.sm_count)
     launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
 

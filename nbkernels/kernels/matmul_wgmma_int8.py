@@ -58,7 +58,7 @@ from nbkernels.ptx.mbarrier import (
     barrier_arrive,
     barrier_sync,
     fence_mbarrier_init,
-    fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -261,7 +261,7 @@ def matmul_wgmma_int8_kernel(dtype, group_size, tile_m, tile_n, stages, ping_pon
                 own = row_scales[2 * block], row_scales[2 * block + 1]
                 at = block * count + box_columns // 2 * part
                 fill(box, sums, at, row, column, box_columns * part, warp, lane, own, scales, biases, call)
-                fence_proxy_async()
+                fence_proxy_async_shared()
             if leader:
                 bulk_wait_read(0)  # the other box is free again, for those behind the barrier
             barrier_sync(uint32(uint32(store_barrier) + group), uint32(WARPGROUP))

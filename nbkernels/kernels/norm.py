@@ -25,6 +25,10 @@ from nbkernels.kernels.rows import SCRATCH, anew_words, reductions, row_access, 
 # The square of the largest float32 times this sums up to a finite number; plain squares overflow from 2^64 on.
 SHRINK = np.float32(2.0**-80)
 LARGEST = np.finfo(np.float32).max
+# 16-byte pieces of a row and of its vectors that a block holds: of a multiprocessor's registers some have to do other things.
+MOST_KEPT = 6144
+# So few blocks have a multiprocessor each, and their time is their wait.
+FEW_BLOCKS = 128
 
 
 class Source(NamedTuple):
@@ -88,29 +92,93 @@ def source(dtype, walk, threads, chunks, has_residual, rows_per_block=1):
     return Source(2 * words, read, get_sum, anew_words(2 * words))
 
 
-@cache
-def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised):
-    """scale_chunk(values, weight, bias, first, thread, columns, c): values = values · weight + bias, of chunk c.
+class Parameters(NamedTuple):
+    """weight and bias of the normalised values.
 
-    first: the column at which the row or tile begins. A quantised row is computed twice and must be rounded alike, so that
-    it is not left to the compiler, which does so within a basic block, whether a product and a sum become one operation.
+    fetch(weight, bias, first, thread, columns) -> vectors: sent for before the statistics are taken, where they are kept
+    scale_chunk(values, vectors, first, thread, columns, c): values = values · weight + bias, of chunk c
+
+    first: the column at which the row or tile begins. Both are rounded together: one operation.
+    """
+
+    fetch: object
+    scale_chunk: object
+
+
+@cache
+def parameters(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, quantised, kept=False):
+    """The Parameters of a kernel; kept: they stay in registers, as they lie in memory, from ``fetch`` on.
+
+    Where they are not, they are read when they are used, mostly from L1 or L2. A quantised row is computed twice and must be
+    rounded alike, so that it is not left to the compiler, which does so within a basic block, whether a product and a sum
+    become one operation.
     """
     width = vector_width(dtype)
-    one = row_access(parameter_dtype or dtype, width, "wide" if walk == "wide" else "strided", threads, 1, cached=True)
+    walk = "wide" if walk == "wide" else "strided"
+    one = row_access(parameter_dtype or dtype, width, walk, threads, 1, cached=True)
     words, load, get = one.words, one.load, one.get
     hold_values = ptx.hold(width, "f")
     chunk_columns = threads * width
+    given = int(has_weight) + int(has_bias)
 
     @cuda.jit(device=True, inline="always")
-    def scale_chunk(values, weight, bias, first, thread, columns, c):
-        raw = cuda.local.array(words, uint32)
-        operand = cuda.local.array(width, float32)
-        added = cuda.local.array(width, float32)
-        # what is left of the row from the chunk on: a chunk by itself is one of a row that begins there
+    def left_of(columns, c):
+        # what is left of the row from a chunk on: a chunk by itself is one of a row that begins there
         here = uint32(0)
         if uint32(c * chunk_columns) < columns:
             here = uint32(columns - uint32(c * chunk_columns))
-        if has_weight and has_bias and quantised:
+        return here
+
+    if kept and given:
+        every = row_access(parameter_dtype or dtype, width, walk, threads, chunks, cached=True)
+        all_words, load_all, get_all = every.words, every.load, every.get
+        kept_words = given * all_words
+
+        @cuda.jit(device=True, inline="always")
+        def fetch(weight, bias, first, thread, columns):
+            vectors = cuda.local.array(kept_words, uint32)
+            raw = cuda.local.array(all_words, uint32)
+            if has_weight:
+                load_all(weight, first, thread, columns, raw)
+                for i in range(all_words):
+                    vectors[i] = raw[i]
+            if has_bias:
+                load_all(bias, first, thread, columns, raw)
+                for i in range(all_words):
+                    vectors[(given - 1) * all_words + i] = raw[i]
+            return vectors
+
+        @cuda.jit(device=True, inline="always")
+        def scale_chunk(values, vectors, first, thread, columns, c):
+            operand = cuda.local.array(width, float32)
+            added = cuda.local.array(width, float32)
+            get_all(vectors, c, operand)
+            if has_weight and has_bias:
+                get_all(vectors, chunks + c, added)
+                for j in range(width):
+                    values[j] = ptx.fma(values[j], operand[j], added[j])
+            elif has_weight:
+                for j in range(width):
+                    values[j] *= operand[j]
+            else:
+                hold_values(values, 0)  # the product before is rounded
+                for j in range(width):
+                    values[j] += operand[j]
+
+        return Parameters(fetch, scale_chunk)
+
+    @cuda.jit(device=True, inline="always")
+    def where_they_are(weight, bias, first, thread, columns):
+        return weight, bias
+
+    @cuda.jit(device=True, inline="always")
+    def scale_chunk(values, vectors, first, thread, columns, c):
+        weight, bias = vectors
+        raw = cuda.local.array(words, uint32)
+        operand = cuda.local.array(width, float32)
+        added = cuda.local.array(width, float32)
+        here = left_of(columns, c)
+        if has_weight and has_bias:
             load(weight, first + int64(c * chunk_columns), thread, here, raw)
             get(raw, 0, operand)
             load(bias, first + int64(c * chunk_columns), thread, here, raw)
@@ -122,21 +190,35 @@ def finish(dtype, parameter_dtype, walk, threads, chunks, has_weight, has_bias, 
             get(raw, 0, operand)
             for j in range(width):
                 values[j] *= operand[j]
-        if has_bias and not (has_weight and quantised):
-            if quantised:
-                hold_values(values, 0)  # the product before is rounded
+        elif has_bias:
+            hold_values(values, 0)  # the product before is rounded
             load(bias, first + int64(c * chunk_columns), thread, here, raw)
             get(raw, 0, operand)
             for j in range(width):
                 values[j] += operand[j]
 
-    return scale_chunk
+    return Parameters(where_they_are, scale_chunk)
+
+
+def keeping(dtype, parameter_dtype, vectors, arrays, walk):
+    """``rows.plan_rows``'s more: whether a kernel keeps ``vectors`` vectors, of weight and bias.
+
+    A row's own words and theirs must fit into registers. Streamed rows then need not read them row after row; of a few rows each
+    waits once instead of twice.
+    """
+
+    def more(threads, chunks, blocks, streamed):
+        words = chunks * (arrays + vectors)
+        fits = vectors > 0 and parameter_dtype.itemsize <= dtype.itemsize and threads * words <= MOST_KEPT
+        return (fits and (streamed or (walk == "wide" and blocks <= FEW_BLOCKS)),)
+
+    return more
 
 
 class Result(NamedTuple):
     """How normalised values are stored: rounded to x's dtype, or quantised to int8 with a scale a row.
 
-    largest(held, weight, bias, start, thread, columns, statistics): max |normalised value| of the thread's part of a row or tile
+    largest(held, vectors, start, thread, columns, statistics): max |normalised value| of the thread's part of a row or tile
     divisor(largest, scales, row, stride, start, thread, columns): of the row, for ``put``; its scale is stored at row · stride
     again(held): the values are computed anew for ``put``: kept, they would take as many registers as there are columns, and
     could be rounded otherwise
@@ -159,13 +241,13 @@ class Result(NamedTuple):
 def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised):
     """The Result of a kernel that holds ``words`` registers of rows.
 
-    normalise(held, c, values, weight, bias, start, thread, columns, statistics): values[:width] = chunk c, normalised.
+    normalise(held, c, values, vectors, start, thread, columns, statistics): values[:width] = chunk c, normalised.
     """
     if not quantised:
         put_plain = access.put
 
         @cuda.jit(device=True, inline="always")
-        def no_largest(held, weight, bias, start, thread, columns, statistics):
+        def no_largest(held, vectors, start, thread, columns, statistics):
             return float32(0.0)
 
         @cuda.jit(device=True, inline="always")
@@ -190,12 +272,12 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
     scratch_size = SCRATCH * cluster
 
     @cuda.jit(device=True, inline="always")
-    def largest(held, weight, bias, start, thread, columns, statistics):
+    def largest(held, vectors, start, thread, columns, statistics):
         values = cuda.local.array(width, float32)
         top = float32(0.0)
         for c in range(chunks):
             again(held)  # a chunk after the other: all at once take too many registers
-            normalise(held, c, values, weight, bias, start, thread, columns, statistics)
+            normalise(held, c, values, vectors, start, thread, columns, statistics)
             if by_chunks:
                 part = float32(0.0)
                 for j in range(width):
@@ -251,7 +333,8 @@ def inverse_root(dtype, threads, chunks, cluster, get, inside):
             if squares > LARGEST:
                 # eps is far below what a float32 can add to such a variance
                 return ptx.rsqrt(small_squares * inverse_columns) * SHRINK
-        return ptx.rsqrt(ptx.fmax_nan(squares * inverse_columns - correction * correction, float32(0.0)) + eps)
+        variance = ptx.fma(-correction, correction, squares * inverse_columns)
+        return ptx.rsqrt(ptx.fmax_nan(variance, float32(0.0)) + eps)
 
     return root
 

@@ -10,6 +10,9 @@ A row in registers, walked as ``rows`` says; x and residual are read once, y and
     squares     (x + residual)²  ->  sums      over the row, of the unrounded sum
     finish      (x + residual) · inverse root · weight  ->  y
 
+On sm_90 long rows that begin anywhere are streamed: the same, row after row, while the next ones are on their way into shared
+memory.
+
 A row beyond a block's registers is walked twice, tile by tile: squares first, then the rest.
 """
 
@@ -26,11 +29,14 @@ from nbkernels.kernels.rows import (
     choose_walk,
     entrance,
     has_clusters,
+    nothing,
     place,
     plan_rows,
     reductions,
     row_access,
     several_sums,
+    stream,
+    streaming,
 )
 from nbkernels.launch.compile import kernel
 from nbkernels.launch.launcher import launch
@@ -40,37 +46,96 @@ SUMS_SCRATCH = 2 * SCRATCH
 
 def _normalise(width, get, scale_chunk):
     @cuda.jit(device=True, inline="always")
-    def normalise(held, c, values, weight, bias, start, thread, columns, scale):
+    def normalise(held, c, values, vectors, start, thread, columns, scale):
         get(held, c, values)
         for j in range(width):
             values[j] *= scale
-        scale_chunk(values, weight, bias, start, thread, columns, c)
+        scale_chunk(values, vectors, start, thread, columns, c)
 
     return normalise
 
 
+def _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, entered, weight_dtype, has_residual, *options):
+    """(one_row, fetch, norm.Result): one_row goes on with a row in registers, of ``source`` and to ``access``.
+
+    vectors: what fetch returned; scratch, again_scratch: shared memory of two reductions; start: the block's first column.
+    """
+    quantised, kept = options
+    width = vector_width(dtype)
+    words, _, get, anew = source
+    put, flush = access.put, access.flush
+    has_weight = weight_dtype is not None
+    parameters = norm.parameters(dtype, weight_dtype, walk, threads, chunks, has_weight, False, quantised, kept)
+    row_sum, _ = reductions(threads, cluster)
+    root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
+
+    normalise = _normalise(width, get, parameters.scale_chunk)
+    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
+    largest, divisor, again, put_result, flush_result = result[:5]
+
+    @cuda.jit(device=True, inline="always")
+    def one_row(
+        held,
+        vectors,
+        y,
+        y_start,
+        total,
+        total_start,
+        scales,
+        scales_stride,
+        row,
+        start,
+        thread,
+        here,
+        inverse_columns,
+        eps,
+        scratch,
+        again_scratch,
+    ):
+        values = cuda.local.array(width, float32)
+        squares = float32(0.0)
+        for c in range(chunks):
+            get(held, c, values)
+            if has_residual:
+                put(total, total_start, thread, here, c, values)
+            for j in range(width):  # registers past the row are zero
+                squares = ptx.fma(values[j], values[j], squares)
+        if has_residual:
+            flush(total, total_start, thread, here)
+        entered()
+        squares = row_sum(squares, scratch)
+        zero = float32(0.0)
+        scale = root(held, zero, squares, zero, inverse_columns, eps, thread, here, again_scratch)
+
+        anew(held)
+        top = largest(held, vectors, start, thread, here, scale)
+        step = divisor(top, scales, row, scales_stride, start, thread, here)
+        again(held)
+        for c in range(chunks):
+            normalise(held, c, values, vectors, start, thread, here, scale)
+            put_result(y, y_start, thread, here, c, values, step)
+        flush_result(y, y_start, thread, here)
+
+    return one_row, parameters.fetch, result
+
+
 def rms_norm_kernel(
-    dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual, quantised
+    dtype, walk, threads, chunks, rows_per_block, resident, cluster, weight_dtype, has_residual, quantised, kept
 ):
     """Rows in registers.
 
     threads and chunks: of a block's part of one row; resident: blocks that a multiprocessor's registers must hold; cluster:
-    blocks that share a row; quantised: whether y is int8 with a scale a row.
+    blocks that share a row; quantised: whether y is int8 with a scale a row; kept: whether the weight is sent for with the row.
     """
     width = vector_width(dtype)
     locate = place(threads, rows_per_block, cluster, width)
     enter, entered = entrance(cluster)
     scratch_size = SCRATCH * cluster
-    words, read, get, anew = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    source = norm.source(dtype, walk, threads, chunks, has_residual, rows_per_block)
+    words, read = source[:2]
     access = row_access(dtype, width, walk, threads, chunks, rows_per_block=rows_per_block)
-    put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
-    row_sum, _ = reductions(threads, cluster)
-    root = norm.inverse_root(dtype, threads, chunks, cluster, get, access.inside)
-
-    normalise = _normalise(width, get, scale_chunk)
-    result = norm.result(dtype, walk, threads, chunks, cluster, words, access, normalise, quantised)
-    largest, divisor, again, put_result, flush_result = result[:5]
+    options = (weight_dtype, has_residual, quantised, kept)
+    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, cluster, source, access, entered, *options)
 
     @kernel(launch_bounds=(threads * rows_per_block, resident), cluster=cluster)
     def rms_norm(
@@ -93,36 +158,102 @@ def rms_norm_kernel(
         scratch = cuda.shared.array(scratch_size, float32)
         again_scratch = cuda.shared.array(scratch_size, float32)
         held = cuda.local.array(words, uint32)
-        values = cuda.local.array(width, float32)
         enter()
         row, thread, first, here = locate(rows, columns)
         start = int64(first)
+        vectors = fetch(weight, weight, start, thread, here)
         read(x, row * x_stride + start, residual, row * residual_stride + start, thread, here, held)
-
-        squares = float32(0.0)
-        for c in range(chunks):
-            get(held, c, values)
-            if has_residual:
-                put(total, row * total_stride + start, thread, here, c, values)
-            for j in range(width):  # registers past the row are zero
-                squares += values[j] * values[j]
-        if has_residual:
-            flush(total, row * total_stride + start, thread, here)
-        entered()
-        squares = row_sum(squares, scratch)
-        zero = float32(0.0)
-        scale = root(held, zero, squares, zero, inverse_columns, eps, thread, here, again_scratch)
-
-        anew(held)
-        top = largest(held, weight, weight, start, thread, here, scale)
-        step = divisor(top, scales, row, scales_stride, start, thread, here)
-        again(held)
-        for c in range(chunks):
-            normalise(held, c, values, weight, weight, start, thread, here, scale)
-            put_result(y, row * y_stride + start, thread, here, c, values, step)
-        flush_result(y, row * y_stride + start, thread, here)
+        one_row(
+            held,
+            vectors,
+            y,
+            row * y_stride + start,
+            total,
+            row * total_stride + start,
+            scales,
+            scales_stride,
+            row,
+            start,
+            thread,
+            here,
+            inverse_columns,
+            eps,
+            scratch,
+            again_scratch,
+        )
 
     return rms_norm
+
+
+def streamed_rms_norm_kernel(
+    dtype, walk, threads, chunks, resident, slots, weight_dtype, has_residual, quantised, kept
+):
+    """Long rows, one after the other: a block has ``slots`` of them in shared memory or on their way there.
+
+    Its threads meet between two uses of a reduction's shared memory, so that no row needs its own.
+    """
+    width = vector_width(dtype)
+    locate = place(threads, 1, 1, width)
+    source = norm.source(dtype, walk, threads, chunks, has_residual)
+    words = source.words
+    arrays = 2 if has_residual else 1
+    step, begin, take, target, end, access = stream(dtype, walk, threads, chunks, slots, arrays)
+    options = (weight_dtype, has_residual, quantised, kept)
+    one_row, fetch, result = _rms_norm_row(dtype, walk, threads, chunks, 1, source, access, nothing, *options)
+
+    @kernel(launch_bounds=(threads, resident))
+    def streamed_rms_norm(
+        x: ptx.pointer(dtype),
+        weight: ptx.pointer(weight_dtype or dtype),
+        residual: ptx.pointer(dtype),
+        y: result.y,
+        total: ptx.pointer(dtype),
+        rows: int64,
+        columns: uint32,
+        x_stride: int64,
+        residual_stride: int64,
+        y_stride: int64,
+        total_stride: int64,
+        inverse_columns: float32,
+        eps: float32,
+        scales: result.scales,
+        scales_stride: result.scales_stride,
+    ):
+        scratch = cuda.shared.array(SCRATCH, float32)
+        again_scratch = cuda.shared.array(SCRATCH, float32)
+        held = cuda.local.array(words, uint32)
+        row, thread, _, here = locate(rows, columns)
+        start = int64(0)
+        rows_of = (x, x_stride, residual, residual_stride)
+        ring = begin(rows_of, row, rows, here)
+        vectors = fetch(weight, weight, start, thread, here)
+        turn = uint32(0)
+        while row < rows:
+            slot = take(rows_of, row, rows, here, ring, turn, thread, held)
+            y_start, total_start = row * y_stride + start, row * total_stride + start
+            one_row(
+                held,
+                vectors,
+                target(y, y_start, slot, 0),
+                y_start,
+                target(total, total_start, slot, 1),
+                total_start,
+                scales,
+                scales_stride,
+                row,
+                start,
+                thread,
+                here,
+                inverse_columns,
+                eps,
+                scratch,
+                again_scratch,
+            )
+            row += step()
+            turn = uint32(turn + uint32(1))
+        end()
+
+    return streamed_rms_norm
 
 
 def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residual, quantised):
@@ -132,10 +263,11 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
     words, read, get, _ = norm.source(dtype, walk, threads, chunks, has_residual)
     access = row_access(dtype, width, walk, threads, chunks)
     put, flush = access.put, access.flush
-    scale_chunk = norm.finish(dtype, weight_dtype, walk, threads, chunks, weight_dtype is not None, False, quantised)
+    has_weight = weight_dtype is not None
+    parameters = norm.parameters(dtype, weight_dtype, walk, threads, chunks, has_weight, False, quantised)
     row_sums = several_sums(threads, 2)
 
-    normalise = _normalise(width, get, scale_chunk)
+    normalise = _normalise(width, get, parameters.scale_chunk)
     result = norm.result(dtype, walk, threads, chunks, 1, words, access, normalise, quantised)
     largest, divisor, _, put_result, flush_result = result[:5]
 
@@ -190,7 +322,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
             for start in range(int64(0), columns, int64(tile)):
                 here = uint32(min(columns - start, int64(tile)))
                 read(x, x_row + start, residual, residual_row + start, thread, here, held)
-                top = ptx.fmax_nan(top, largest(held, weight, weight, start, thread, here, scale))
+                top = ptx.fmax_nan(top, largest(held, (weight, weight), start, thread, here, scale))
         step = divisor(top, scales, row, scales_stride, int64(0), thread, uint32(tile))
 
         for start in range(int64(0), columns, int64(tile)):
@@ -202,7 +334,7 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
                     put(total, row * total_stride + start, thread, here, c, values)
                 flush(total, row * total_stride + start, thread, here)
             for c in range(chunks):
-                normalise(held, c, values, weight, weight, start, thread, here, scale)
+                normalise(held, c, values, (weight, weight), start, thread, here, scale)
                 put_result(y, row * y_stride + start, thread, here, c, values, step)
             flush_result(y, row * y_stride + start, thread, here)
 
@@ -210,17 +342,33 @@ def tiled_rms_norm_kernel(dtype, walk, threads, chunks, weight_dtype, has_residu
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clusters=False, quantised=False):
+def plan(
+    rows, columns, dtype, walk, weight_dtype=None, has_residual=False, clusters=False, quantised=False, sm_count=0
+):
     """rows, columns > 0; walk: ``rows.choose_walk``'s; clusters: ``rows.has_clusters``'s; weight_dtype None: no weight.
 
-    quantised: y is int8 with a scale a row.
+    quantised: y is int8 with a scale a row; sm_count: ``rows.streaming``'s.
     """
     options = (weight_dtype, has_residual, quantised)
     arrays = 2 if has_residual else 1
+    vectors = 0 if weight_dtype is None else 1
     # quantised values beside two arrays' words are more than the 64 registers of 1024 threads
     spare = 1 if quantised and has_residual else 0
     return plan_rows(
-        rms_norm_kernel, tiled_rms_norm_kernel, rows, columns, dtype, walk, options, arrays, clusters, spare=spare
+        rms_norm_kernel,
+        tiled_rms_norm_kernel,
+        rows,
+        columns,
+        dtype,
+        walk,
+        options,
+        arrays,
+        clusters,
+        spare=spare,
+        streamed=streamed_rms_norm_kernel if walk == "staged" else None,
+        sm_count=sm_count,
+        vectors=vectors,
+        more=norm.keeping(dtype, weight_dtype, vectors, arrays, walk),
     )
 
 
@@ -243,5 +391,7 @@ def run(x, weight, residual, out, scales, total, eps, device, stream):
     arrays = (x, residual, None if quantised else out, total)
     walk = choose_walk(columns, x.dtype, arrays, (weight,), int8=out if quantised else None)
     weight_dtype = None if weight is None else weight.dtype
-    chosen = plan(rows, columns, x.dtype, walk, weight_dtype, residual is not None, has_clusters(device), quantised)
+    sm_count = streaming(device, walk, (x, residual, out, total))
+    options = (weight_dtype, residual is not None, has_clusters(device), quantised, sm_count)
+    chosen = plan(rows, columns, x.dtype, walk, *options)
     launch(chosen, norm.arguments(x, (weight,), residual, out, scales, total, eps), device, stream)

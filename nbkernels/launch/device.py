@@ -175,9 +175,8 @@ def resolve(kind, *, arch=None):
     return CPU
 
 
-def chosen_device():
-    """The Device of the innermost ``device(…)``, or None outside of any."""
-    return _chosen.get()
+# chosen_device() -> the Device of the innermost ``device(…)``, or None outside of any: C's own function, which every call asks
+chosen_device = _chosen.get
 
 
 def current():

@@ -27,6 +27,8 @@ from nbkernels.launch.device import parse_arch
 OLDEST_ARCH = (9, 0)
 
 _chain = ContextVar("nbkernels_overlap", default=None)
+# chain() -> the launches inside the innermost ``overlapping``, None outside of any: C's own function, which every call asks
+chain = _chain.get
 
 
 class _Chain:

@@ -131,6 +131,7 @@ class _Launch:
     """
 
     def __init__(self, kernel, plan, arguments, operands, scratch, kept):
+        self.made_of = kernel, plan, arguments, operands, scratch, kept
         count = max(len(arguments), 1)
         self.slots, self.maps = [], []
         self.kernel = kernel  # it stays loaded while it may be launched
@@ -161,12 +162,18 @@ class _Launch:
             None,
         )
 
+    def buffers(self):
+        """(values, config, what ``launch_kernel`` takes) of the same launch, for one thread while it launches."""
+        own = _Launch(*self.made_of)
+        return own.values, own.config, own.call
+
 
 class _Record:
     """How to repeat a call. Operands are its tensors, then what is made anew each time: results, then scratch memory.
 
-    new: functions of the first operand that make these. results: of each result the operand that it is, or of an Int8Weight
-    (values' operand, scales' operand, group_size). once: the repetition of a call on one tensor with one new result, or None.
+    new: functions that make these. results: of each result the operand that it is, or of an Int8Weight (values' operand, scales'
+    operand, group_size). again(tensors, pointers): the results, or NotImplemented where the call must run in full. once(pointer):
+    the same of a call on one tensor with one new result, or None.
     """
 
     def __init__(self, note, tensors, out, returned):
@@ -181,11 +188,8 @@ class _Record:
         self.device = tensors[0].get_device()
         self.single = not isinstance(returned, tuple)
         operands = [t.data_ptr() for t in tensors]
-        first = tensors[0]
+        empty = _empty(torch, tensors[0].device)
         self.new = []
-
-        def make_anew(shape, dtype):
-            self.new.append(lambda first: torch.empty(shape, dtype=dtype, device=first.device))
 
         def number(result):
             """Which operand a result is; a new one where it is none yet."""
@@ -195,10 +199,7 @@ class _Record:
             if at is not None:
                 return at
             operands.append(result.data_ptr())
-            if result.shape == first.shape and result.dtype == first.dtype and first.is_contiguous():
-                self.new.append(torch.empty_like)
-            else:
-                make_anew(result.shape, result.dtype)
+            self.new.append(empty(tuple(result.shape), result.stride(), result.dtype))
             return len(operands) - 1
 
         self.results = [
@@ -208,43 +209,79 @@ class _Record:
         self.plain = all(type(at) is int for at in self.results)
         for address, nbytes in note.allocations.items():
             operands.append(address)
-            make_anew(nbytes, torch.uint8)
+            self.new.append(empty((nbytes,), (1,), torch.uint8))
         self.launches = [_Launch(*launch, operands, note.allocations, note.kept) for launch in note.launches]
         self.kept = note.kept
         self.only_stream = next((stream for _, stream in note.kept.values()), None)
         self.out = next((i for i, t in enumerate(tensors) if t is out), None) if out is not None else None
         # ``out`` may lie where an operand lies, or apart from it, if it did so in the call that was checked
-        self.beside = []
+        self.beside, self.relations = [], []
         if self.out is not None:
             spans = [_span(t) for t in tensors]
             self.beside = [(i, spans[self.out], spans[i]) for i in range(len(tensors)) if i != self.out]
             self.relations = self._relations(operands)
-        alike = len(tensors) == 1 and self.results == [1] and self.new == [torch.empty_like] and not self.kept
-        self.once = self._once() if alike and len(self.launches) == 1 and not overlap.entered() else None
+        simple = len(self.launches) == 1 and self.plain and not (self.kept or overlap.entered())
+        simple = simple and not self.launches[0].maps
+        self.once = (
+            self._once() if simple and len(tensors) == 1 and self.results == [1] and len(self.new) == 1 else None
+        )
+        self.again = self._again() if simple else self.repeat
 
     def _once(self):
-        """``repeat`` of one launch on (tensor, its address) into one new tensor like it: most calls, with nothing to look up."""
         launch = self.launches[0]
-        places = {operand: [(slot, behind) for slot, o, behind in launch.slots if o == operand] for operand in (0, 1)}
-        if launch.maps or [len(p) for p in places.values()] != [1, 1] or any(p[0][1] for p in places.values()):
+        if sorted(slot[1:] for slot in launch.slots) != [(0, 0), (1, 0)]:
             return None
-        ((slot_of_x, _),), ((slot_of_y, _),) = places[0], places[1]
-        lock, stream_of, device, make = self.lock, self.stream_of, self.device, self.new[0]
-        values, config, launch_kernel, (a, b, c, d) = launch.values, launch.config, launch.launch_kernel, launch.call
+        slot_of_x, slot_of_y = (next(i for i, operand, _ in launch.slots if operand == n) for n in (0, 1))
+        (make,), stream_of, device, spare = self.new, self.stream_of, self.device, [launch.buffers()]
+        launch_kernel, take, give = launch.launch_kernel, spare.pop, spare.append
 
-        def once(x, pointer):
-            y = make(x)
-            address = y.data_ptr()
-            stream = stream_of(device)
-            with lock:
-                values[slot_of_x] = pointer
-                values[slot_of_y] = address
-                config.stream = stream
-                if launch_kernel(a, b, c, d):
-                    return NotImplemented  # the full call says what is wrong
-            return y
+        def once(pointer):
+            y = make()
+            try:
+                mine = take()
+            except IndexError:  # other threads have all there are
+                mine = launch.buffers()
+            values, config, call = mine
+            values[slot_of_x] = pointer
+            values[slot_of_y] = y.data_ptr()
+            config.stream = stream_of(device)
+            status = launch_kernel(*call)
+            give(mine)
+            return NotImplemented if status else y  # the full call says what is wrong
 
         return once
+
+    def _again(self):
+        """``repeat`` of one launch where nothing is looked at but addresses: most calls."""
+        launch, new, stream_of, device = self.launches[0], self.new, self.stream_of, self.device
+        spare = [launch.buffers()]
+        launch_kernel, take, give = launch.launch_kernel, spare.pop, spare.append
+        slots, results = launch.slots, self.results
+        result = results[0] if self.single else None
+        relations, apart = self._relations if self.beside else None, self.relations
+
+        def again(tensors, pointers):
+            if relations is not None and relations(pointers) != apart:
+                return NotImplemented
+            for make in new:
+                made = make()
+                tensors.append(made)
+                pointers.append(made.data_ptr())
+            try:
+                mine = take()
+            except IndexError:  # other threads have all there are
+                mine = launch.buffers()
+            values, config, call = mine
+            for slot, operand, behind in slots:
+                values[slot] = pointers[operand] + behind
+            config.stream = stream_of(device)
+            status = launch_kernel(*call)
+            give(mine)
+            if status:
+                return NotImplemented  # the full call says what is wrong
+            return tuple([tensors[at] for at in results]) if result is None else tensors[result]
+
+        return again
 
     def _relations(self, pointers):
         """Of ``out`` to every other operand: 0 the same address, 1 apart, 2 overlapping."""
@@ -262,9 +299,8 @@ class _Record:
         stream = self.stream_of(self.device)
         if self.only_stream is not None and stream != self.only_stream:
             return NotImplemented
-        first = tensors[0]
         for make in self.new:
-            made = make(first)
+            made = make()
             tensors.append(made)
             pointers.append(made.data_ptr())
         with self.lock:
@@ -286,6 +322,19 @@ class _Record:
         return results[0] if self.single else results
 
 
+def _empty(torch, device):
+    """make(shape, strides, dtype) -> a function of nothing that makes such a tensor on the device.
+
+    Where torch knows of one GPU alone, by the function that its compiler's programs call: half the time of torch.empty.
+    """
+    short = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+    if short is not None and torch.cuda.device_count() == 1:
+        return lambda shape, strides, dtype: functools.partial(short, shape, strides, dtype)
+    return lambda shape, strides, dtype: functools.partial(
+        torch.empty_strided, shape, strides, dtype=dtype, device=device
+    )
+
+
 def _span(tensor):
     """Bytes from the first element's address to behind the last one's."""
     if tensor.numel() == 0:
@@ -302,23 +351,18 @@ _tensor_types = set()  # torch.Tensor once one was seen: torch is never imported
 def replayed(function):
     """Let an operation repeat calls on torch tensors. Its arrays are the tensors among its arguments; ``out`` may be one."""
     records = {}
+    device_in_force, chain_in_force = chosen_device, overlap.chain  # found once: microseconds count
+    tensor_types, record_of = _tensor_types, records.get
 
     @functools.wraps(function)
     def operation(*args, **kwargs):
-        first = args[0] if args else None
-        if type(first) is Int8Weight:
-            first = first.values
-        if type(first) not in _tensor_types:
-            if _is_torch_tensor(first):
-                return operation(*args, **kwargs)
-            return function(*args, **kwargs)
         # all that a call may depend on, save the addresses themselves: what there is, then each value as ``_describe`` says it
-        if not kwargs and len(args) == 1:
-            x = args[0]
+        if len(args) == 1 and not kwargs and type(args[0]) in tensor_types:
+            (x,) = args
             pointer = x.data_ptr()
             key = (
-                chosen_device(),
-                overlap.entered(),
+                device_in_force(),
+                chain_in_force() is None,
                 1,
                 x.shape,
                 x.stride(),
@@ -328,22 +372,41 @@ def replayed(function):
                 pointer & 15,
                 0,
             )
-            record = records.get(key)
+            record = record_of(key)
             if record is not None and record.once is not None:
-                result = record.once(x, pointer)
+                result = record.once(pointer)
                 return function(x) if result is NotImplemented else result
             tensors, pointers = [x], [pointer]
         else:
-            tensors, pointers, key = [], [], [chosen_device(), overlap.entered(), len(args), *kwargs]
+            first = args[0] if args else None
+            if type(first) is Int8Weight:
+                first = first.values
+            if type(first) not in tensor_types:
+                return operation(*args, **kwargs) if _is_torch_tensor(first) else function(*args, **kwargs)
+            tensors, pointers, key = [], [], [device_in_force(), chain_in_force() is None, len(args), *kwargs]
             for value in (*args, *kwargs.values()) if kwargs else args:
-                _describe(value, tensors, pointers, key)
+                if type(value) in tensor_types:  # as ``_describe``, which is a call more
+                    pointer = value.data_ptr()
+                    tensors.append(value)
+                    pointers.append(pointer)
+                    key += (
+                        value.shape,
+                        value.stride(),
+                        value.dtype,
+                        value.get_device(),
+                        value.is_neg(),
+                        pointer & 15,
+                        pointers.index(pointer),
+                    )
+                else:
+                    _describe(value, tensors, pointers, key)
             key = tuple(key)
         try:
-            record = records.get(key)
+            record = record_of(key)
         except TypeError:  # an option without a hash is wrong, and the full call says so
             return function(*args, **kwargs)
         if record is not None:
-            result = record.repeat(tensors, pointers)
+            result = record.again(tensors, pointers)
             if result is not NotImplemented:
                 return result
             return function(*args, **kwargs)

@@ -65,6 +65,16 @@ def bulk_load_hint(shared, source, copied_bytes, barrier, policy):
     """As bulk_load, with an L2 policy."""
 
 
+@instruction(
+    void(uint64, uint32, uint32), "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;", effect="writes"
+)
+def bulk_store(target, shared, copied_bytes):
+    """Copy bytes (a multiple of 16, both addresses too) from shared to global memory.
+
+    After ``fence_proxy_async`` by those who wrote them, and a barrier.
+    """
+
+
 _LOAD = "cp.async.bulk.tensor.{}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 
 
