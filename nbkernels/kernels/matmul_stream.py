@@ -55,6 +55,7 @@ from nbkernels.ptx.mbarrier import (
     barrier_sync,
     fence_mbarrier_init,
     fence_proxy_async,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -573,6 +574,7 @@ def matmul_stream_kernel(
                 if scale_boxes:
                     read_scales(uint32(w + uint32(scales_at) + warp_scales), scale)
                 multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
+                fence_proxy_async_shared()  # loads may be under way, which nothing else orders before the next copy
                 ptx.warp_sync()
                 if lane == uint32(0):
                     mbarrier_arrive(uint32(full + uint32(free_at - full_at)))

@@ -45,6 +45,7 @@ from nbkernels.ptx.bulk import tensor_map as tensor_map_type
 from nbkernels.ptx.mbarrier import (
     barrier_sync,
     fence_mbarrier_init,
+    fence_proxy_async_shared,
     mbarrier_arrive,
     mbarrier_expect,
     mbarrier_init,
@@ -160,6 +161,7 @@ def matmul_stream_int8_kernel(dtype, row_tiles, column_tiles, consumers, stages,
                 mbarrier_wait(full, parity)
                 w = uint32(ring + uint32(stage * uint32(stage_bytes)))
                 multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, 0, 0, sums)
+                fence_proxy_async_shared()  # loads may be under way, which nothing else orders before the next copy
                 ptx.warp_sync()
                 if lane == uint32(0):
                     mbarrier_arrive(uint32(full + uint32(free_at - full_at)))
