@@ -148,6 +148,10 @@ def test_rows_do_not_depend_on_the_batch(hopper, group_size):
         pytest.param(9, 300, 912, None, (1, 4, 2), 1, id="two teams, 16 rows"),
         pytest.param(3, 130, 496, 32, (1, 2, 3), 1, id="three teams, boxes of scales"),
         pytest.param(9, 300, 400, "dense", (1, 4, 2), 1, id="two teams, dense"),
+        pytest.param(3, 300, 496, 32, (1, 3, 3), 1, id="three warps side by side, boxes of scales"),
+        pytest.param(9, 1000, 400, None, (1, 7, 1), 1, id="seven warps"),
+        pytest.param(16, 300, 336, None, (1, 5, 1), 1, id="five warps"),
+        pytest.param(3, 300, 400, "dense", (1, 6, 1), 1, id="six warps, dense"),
     ],
 )
 def test_other_shapes_of_a_block(hopper, rows, columns, depth, group_size, shape, on_one):
@@ -251,9 +255,26 @@ def test_every_plan_fits(weight, group_size):
     for rows in (1, 8, 9, 32, 33, 64):
         chosen = matmul_stream.plan(rows, 6144, 4096, BF16, weight, group_size, Epilogue(), 132)
         stages = chosen.constants[6]
-        assert stages >= 4 and chosen.shared_bytes <= 227 * 1024 and chosen.grid == (132, 1, 1)
+        assert stages >= 4 and chosen.shared_bytes <= 227 * 1024 and chosen.grid[0] in (128, 132)
+
+
+@pytest.mark.parametrize(
+    "columns, depth, shape, blocks",
+    [
+        (4096, 4096, (1, 2, 4), 128),
+        (6144, 4096, (1, 3, 3), 128),
+        (4096, 14336, (1, 2, 4), 128),
+        (28672, 4096, (1, 7, 1), 128),  # two tiles a block
+        (128256, 4096, (1, 8, 1), 132),  # parts of tiles: whole ones would leave a twentieth of the time unused
+    ],
+)
+def test_whole_tiles_where_they_keep_multiprocessors_busy(columns, depth, shape, blocks):
+    chosen = matmul_stream.plan(1, columns, depth, BF16, "rows", 0, Epilogue(), 132)
+    _, _, _, _, column_tiles, consumers, _, teams, *_ = chosen.constants
+    assert ((column_tiles, consumers, teams), chosen.grid[0]) == (shape, blocks)
 
 
 def test_parts_of_one_tile_where_that_takes_no_longer():
     # 32 tiles of 32 steps: 8 steps a block, at most, either way
-    assert matmul_stream.plan(1, 4096, 4096, BF16, "rows", 0, Epilogue(), 132).grid == (128, 1, 1)
+    chosen = matmul_stream.plan(1, 4096, 4096, BF16, "rows", 0, Epilogue(), 132, matmul_stream.SHAPE)
+    assert chosen.grid == (128, 1, 1)

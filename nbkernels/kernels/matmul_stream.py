@@ -73,6 +73,7 @@ FRAGMENT_BYTES = FRAGMENT_COLUMNS * ROW_BYTES
 K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 rows
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
+MOST_BYTES = 224 * 1024  # of the ring and the teams' sums
 OVERLAP_RING_BYTES = 98 * 1024  # where the next kernel's block has its ring beside this one's
 # from here on that costs more than it gains: 4096×14336 took 22.1 µs on an H200, and 19.0 with the larger ring
 OVERLAP_MOST_DEPTH = 8192
@@ -80,6 +81,13 @@ SCALE_BYTES = (
     16  # of a row of the weight a stage: four groups' scales, the most that a step has and the least that a copy brings
 )
 BOXED_GROUPS = (32, 64, 128)  # whose scales of a step are a box
+# Of a block: fragments of 16 columns a warp, warps side by side, and teams of them. The first one's blocks share all tiles
+# alike; the others are taken where whole tiles keep the multiprocessors as busy, since nothing is left to be merged then.
+SHAPE = (1, 8, 1)
+WHOLE_SHAPES = ((1, 7, 1), (1, 6, 1), (1, 5, 1), (1, 4, 2), (1, 3, 3), (1, 2, 4))
+# what leaving and merging parts of tiles takes, as bytes of a weight that a multiprocessor reads meanwhile: some 2.5 µs
+MERGE_BYTES = 80 * 1024
+WHOLE_MORE = 1.04  # so much more work of the busiest block costs less than parts of tiles
 MOST_DIRECT = 32  # sums a lane that an epilogue takes out of registers
 MERGE_UNROLL = 4  # partial sums a thread has in flight
 
@@ -688,7 +696,7 @@ def plan(
     group_size,
     epilogue,
     sm_count,
-    shape=(1, 8, 1),
+    shape=None,
     ring_bytes=None,
     on_one=1,
     overlap=False,
@@ -696,9 +704,12 @@ def plan(
 ):
     """rows up to MOST_ROWS; weight, group_size (0 where there is none) and overlap as ``matmul_stream_kernel``.
 
-    shape: its column_tiles, consumers and teams; on_one: blocks a multiprocessor, each with ring_bytes (None: the constants').
-    scale_maps: a tensor map can describe the scales.
+    shape: its column_tiles, consumers and teams (None: ``shape_for``); on_one: blocks a multiprocessor, each with ring_bytes
+    (None: the constants'). scale_maps: a tensor map can describe the scales.
     """
+    scale_boxes = scale_maps and group_size in BOXED_GROUPS
+    if shape is None:
+        shape = shape_for(columns, depth, weight, sm_count, weight != "groups" or scale_boxes)
     column_tiles, consumers, teams = shape
     tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
     row_tiles = 1
@@ -707,14 +718,12 @@ def plan(
     if ring_bytes is None:
         beside = overlap and _two_fit(weight, row_tiles) and depth <= OVERLAP_MOST_DEPTH
         ring_bytes = OVERLAP_RING_BYTES if beside else RING_BYTES
-    scale_boxes = scale_maps and group_size in BOXED_GROUPS
     stage_stride = _stage_stride(_stage_bytes(weight, row_tiles, tile_n, scale_boxes))
-    stages = ring_bytes // stage_stride // teams * teams
+    team_bytes = teams * consumers * 4 * row_tiles * column_tiles * ptx.WARP * 4 if teams > 1 else 0
+    stages = min(ring_bytes, MOST_BYTES - team_bytes) // stage_stride // teams * teams
     blocks = blocks_for(*cut(columns, depth, weight, tile_n), sm_count * on_one)
     # in front of the ring its mbarriers, and what is lost to alignment
-    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_stride
-    if teams > 1:
-        shared_bytes += teams * consumers * 4 * row_tiles * column_tiles * ptx.WARP * 4
+    shared_bytes = 2 * SWIZZLE_BYTES + stages * stage_stride + team_bytes
     constants = (
         dtype,
         weight,
@@ -732,12 +741,30 @@ def plan(
     return Plan(matmul_stream_kernel, constants, (blocks, 1, 1), (threads, 1, 1), shared_bytes)
 
 
+@lru_cache(maxsize=1024)
+def shape_for(columns, depth, weight, sm_count, teams_fit):
+    """Of a block; it hangs on the weight alone, so that a row's bits do not depend on the others."""
+    row_bytes = depth * (2 if weight == "dense" else 1)
+
+    def most_bytes(shape):
+        column_tiles, consumers, _ = shape
+        tile_n = FRAGMENT_COLUMNS * column_tiles * consumers
+        tiles = -(-columns // tile_n)
+        return -(-tiles // sm_count) * tile_n * row_bytes
+
+    shape = min((s for s in WHOLE_SHAPES if teams_fit or s[2] == 1), key=most_bytes)
+    return shape if most_bytes(shape) < columns * row_bytes // sm_count + MERGE_BYTES else SHAPE
+
+
 def blocks_for(tiles, steps, most_blocks):
     """How many blocks share the units."""
     blocks = min(most_blocks, tiles * steps)
     share = -(-tiles * steps // blocks)
     # where steps allow it fewer do: nobody has more to do than before, and no block has parts of two tiles
-    return tiles * steps // share if steps % share == 0 else blocks
+    if steps % share == 0:
+        return tiles * steps // share
+    turns = -(-share // steps)
+    return -(-tiles // turns) if turns * steps <= WHOLE_MORE * share else blocks
 
 
 def cut(columns, depth, weight, tile_n):

@@ -104,19 +104,20 @@ BAND_ROWS = 2048
 # rows of the second factor of wgmma in a tile: the more, the fewer bytes pass L2 and shared memory for a product
 WIDTHS = (256, 192, 128, 64)
 FEW_WIDTHS = (32, 64, 128)  # where the weight comes first and there are no more rows
-# What ``cycles`` counts with, clocks of a multiprocessor, as an H200 took for 4096×4096: a stage beyond its products; STEP
-# columns of a row of w, widened; bytes from memory
+# What ``cycles`` counts with, clocks of a multiprocessor, as an H200 took for 4096×4096 and 6144×4096 at 64 and 512 rows: a stage
+# beyond its products; STEP columns of a row of w, widened, and what of it is not hidden behind products; bytes from memory
 STEP_CLOCKS = 120
-WIDENING = {"dense": 0.0, "rows": 3.8, "groups": 4.8}
+WIDENING, WIDENING_SEEN = {"dense": 0.0, "rows": 3.8, "groups": 4.8}, {"dense": 0.0, "rows": 0.0, "groups": 4.0}
 BYTES_A_CLOCK = 16
-# a tile: its first stage, and its sums on their way out; where blocks share tiles, what they leave for each other as well
-TILE_CLOCKS, SUM_CLOCKS, SHARE_CLOCKS, SHARED_SUM_CLOCKS = 1500, 0.1, 2500, 0.45
+# a tile: its first stage, and its sums on their way out; of tiles that blocks share, what is left and merged of each part
+TILE_CLOCKS, SUM_CLOCKS, SHARE_CLOCKS, SHARED_SUM_CLOCKS = 1500, 0.1, 5200, 0.115
 # more tiles a multiprocessor are not shared: neighbouring blocks no longer have neighbouring tiles, whose bytes pass L2 once more
 MOST_SHARED = 2
 # fewer rows, and fewer small tiles than a share of the multiprocessors, are better served by matmul's other kernels
 LEAST_ROWS, LEAST_SHARE = 128, 4
 # from here on rows times a weight of so many bytes or more, too
 FEW_ROWS, FEW_ROWS_BYTES = 17, 2 * 2**20
+MOST_STAGES = 6  # seven were slower: 64 rows times 6144×4096 in 19.8 µs for 17.2
 SHARED_BYTES = 227 * 1024  # of a block, on sm_90
 
 
@@ -901,14 +902,14 @@ def cycles(rows, columns, depth, weight, shape, sm_count):
     weight_bytes = tile_n * STEP * (2 if weight == "dense" else 1)
     # products, widening and copies run beside each other
     brought = (weight_bytes / -(-rows // tile_m)) / BYTES_A_CLOCK
-    step = max(tile_m * tile_n / 32 + STEP_CLOCKS, tile_n * WIDENING[weight], brought)
+    products = tile_m * tile_n / 32 + STEP_CLOCKS + tile_n * WIDENING_SEEN[weight]
+    step = max(products, tile_n * WIDENING[weight], brought)
     if shared:
         if number > MOST_SHARED * sm_count:
             return float("inf")
-        blocks = blocks_for(number, steps, sm_count)
-        own = -(-number * steps // blocks)
-        turns = -(-own // steps)
-        return own * step + turns * TILE_CLOCKS + SHARE_CLOCKS + tile_m * tile_n * SHARED_SUM_CLOCKS
+        own = -(-number * steps // blocks_for(number, steps, sm_count))
+        parts = 1 if steps % own == 0 else -(-own // steps) + 1
+        return own * step + parts * (TILE_CLOCKS + SHARE_CLOCKS + tile_m * tile_n * SHARED_SUM_CLOCKS)
     turns = -(-number // sm_count)
     return turns * (steps * step + TILE_CLOCKS + tile_m * tile_n * SUM_CLOCKS)
 
@@ -923,7 +924,7 @@ def plan(rows, columns, depth, dtype, weight, group_size, scale_boxes, epilogue,
     return plan_of(rows, columns, depth, constants, sm_count)
 
 
-def most_stages(weight, tile_m, tile_n, scale_boxes, most=12):
+def most_stages(weight, tile_m, tile_n, scale_boxes, most=MOST_STAGES):
     """Of the ring, as far as there is room."""
     stages = most
     while shared_bytes(weight, tile_m, tile_n, stages, scale_boxes) > SHARED_BYTES:
