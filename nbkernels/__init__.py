@@ -9,6 +9,7 @@ The names below are imported when first used, so that ``import nbkernels`` costs
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
     load, LanguageModel, KVCache, OutOfPages      the runtime, see ``nbkernels.model``
+    Engine, Request, QueueFull, Cancelled         requests that come and go, see ``nbkernels.model.engine``
 """
 
 import importlib
@@ -40,6 +41,7 @@ _HOME = {
     "device": "nbkernels.launch.device",
     **dict.fromkeys(("load", "LanguageModel"), "nbkernels.model.generation"),
     **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
+    **dict.fromkeys(("Engine", "Request", "QueueFull", "Cancelled"), "nbkernels.model.engine"),
     "overlapping": "nbkernels.launch.overlap",
 }
 

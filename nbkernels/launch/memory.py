@@ -314,6 +314,13 @@ def wait_for(stream):
     check(driver.cuStreamSynchronize(stream))
 
 
+def free_bytes():
+    """Bytes of device memory that nobody uses on the current device."""
+    from cuda.bindings import driver
+
+    return int(check(driver.cuMemGetInfo())[0])
+
+
 def used_bytes():
     """Bytes of device memory in use on the current device, by this process and others."""
     from cuda.bindings import driver

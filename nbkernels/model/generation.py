@@ -2,7 +2,6 @@
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,32 +14,13 @@ from nbkernels.model.chat import encode_chat
 from nbkernels.model.config import CheckpointError
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.kv_cache import KVCache
-from nbkernels.model.sampling import SamplingOptions
+from nbkernels.model.sampling import SamplingOptions, check_new_tokens, check_stop
 from nbkernels.model.session import PAGE_SIZE, Session
+from nbkernels.model.statistics import Statistics
 from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
 from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
 
-PREFILL_TOKENS = (
-    512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
-)
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
-
-
-@dataclass
-class Statistics:
-    """What a generation took. first_token_seconds: from the call to the first token; device_bytes: see backend.memory_bytes."""
-
-    device: str = ""
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    first_token_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    memory_bytes: int = 0
-
-    @property
-    def tokens_per_second(self):
-        """Tokens after the first, over the time they took; 0 where there was one at most."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 and self.decode_seconds else 0.0
 
 
 class Generation:
@@ -168,17 +148,9 @@ class LanguageModel:
         temperature 0 is greedy; the rest as ``nbkernels.sample``. stop: a string or several; the text ends before the first one.
         ValueError or TypeError for a wrong option, an empty prompt, or one that does not leave room in the context.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-            raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__}, wanted an integer of at least 1")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: {max_new_tokens}, wanted an integer of at least 1")
+        check_new_tokens(max_new_tokens)
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed).with_seed()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop: {type(text).__name__}, wanted strings")
-            if not text:
-                raise ValueError("stop: an empty string, wanted some text")
+        stop = check_stop(stop)
         ids = self.encode(prompt)
         if len(ids) >= self.config.context:
             raise ValueError(

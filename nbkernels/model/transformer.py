@@ -9,6 +9,8 @@ A layer, with x the residual stream [batch, tokens, hidden]:
     x = gated · Wdown + x
 """
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,18 @@ TALL = 4
 # ``quantize`` of ``load`` -> (columns a scale of the matrices, None being a whole row; activations of ``int8_matmul``). Groups of
 # 32 are those of the GGUF block formats.
 QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activations": (None, "int8")}
+
+_plan_rows = ContextVar("nbkernels_plan_rows", default=None)
+
+
+@contextmanager
+def planned_as(rows):
+    """Choose the kernels of products as for so many rows, so that a row's bits don't depend on how many there are."""
+    token = _plan_rows.set(rows)
+    try:
+        yield
+    finally:
+        _plan_rows.reset(token)
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,8 @@ class Transformer:
 
     def linear(self, x, weight, **options):
         """x · weightᵀ for a dense or an int8 weight; options: those of ``matmul``."""
+        if _plan_rows.get() is not None:
+            options["plan_rows"] = _plan_rows.get()
         if isinstance(weight, Int8Weight):
             return self.ops.int8_matmul(x, weight, **self.int8_options, **options)
         return self.ops.matmul(x, weight, **options)
