@@ -516,22 +516,25 @@ def _finish_host(values, first, out):
 
 
 @replayed
-def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
+def matmul(x, weight, *, bias=None, residual=None, activation=None, plan_rows=None, out=None, stream=None):
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
 
     activation: None, "silu" or "gelu" (tanh form). out may be residual.
 
     activation="silu_mul" is the gated unit of SwiGLU: row 2i of weight [2·n, in] is a gate's row i, row 2i + 1 an up's, the bias
     likewise, and the result [..., n] is silu(gate) · up of the two products in float32, rounded once. There is no residual.
+
+    plan_rows: the kernel is chosen as for so many rows where there are fewer; then a row's bits depend neither on how many
+    there are nor on which it is. The CPU has no such choice.
     """
     call = _Call(stream, ("bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)
-    shape = _check_matmul(call, call.weight, activation)
+    shape = _check_matmul(call, call.weight, activation, plan_rows)
     if call.on_host:
         _check_out(call, shape, dtype)
         value = reference.matmul(call.x, call.weight, bias=call.bias, residual=call.residual, activation=activation)
         return _finish_host(value, x, out)
-    return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out)
+    return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out, plan_rows)
 
 
 @replayed
@@ -544,6 +547,7 @@ def int8_matmul(
     activation=None,
     activations=None,
     dtype=None,
+    plan_rows=None,
     out=None,
     stream=None,
 ):
@@ -585,18 +589,18 @@ def int8_matmul(
     described = Int8Weight(call.values, call.scales, weight.group_size)
     if activation == "silu_mul" and (quantised or activations == "int8"):
         raise ValueError("activation: 'silu_mul', wanted None, 'silu' or 'gelu' with int8 activations")
-    shape = _check_matmul(call, described, activation)
+    shape = _check_matmul(call, described, activation, plan_rows)
     if quantised or activations == "int8":
-        return _int8_by_int8(call, x, first, described, shape, dtype, activation, out)
+        return _int8_by_int8(call, x, first, described, shape, dtype, activation, out, plan_rows)
     if call.on_host:
         _check_out(call, shape, dtype)
         value = reference.int8_matmul(call.x, described, bias=call.bias, residual=call.residual, activation=activation)
         return _finish_host(value, x, out)
     _check_contiguous_last(**{"weight.scales": call.scales})
-    return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out)
+    return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out, plan_rows)
 
 
-def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
+def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out, plan_rows):
     """int8_matmul with int8 activations: x as it was given, quantised or not; first: its array."""
     depth = weight.shape[1]
     quantised = isinstance(x, Int8Weight)
@@ -638,7 +642,7 @@ def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
             values, scales = _quantised_rows(call)
         run = _kernels("int8_matmul").run_int8
         for rows, row_scales, added, result in _merge_rows_apart((values, scales, call.residual, y)):
-            run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream)
+            run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream, plan_rows)
     return call.hand_out(y, call.returned)
 
 
@@ -656,7 +660,10 @@ def _quantised_rows(call):
     return values.reshape(*outer, depth), scales.reshape(*outer, 1)
 
 
-def _check_matmul(call, weight, activation):
+def _check_matmul(call, weight, activation, plan_rows):
+    if plan_rows is not None:
+        _check_integer("plan_rows", plan_rows)
+        _check_number("plan_rows", plan_rows, least=1)
     _check_rows("x", call.x)
     _check_axes("weight", weight, ("out", "in"))
     if call.x.shape[-1] != weight.shape[1]:
@@ -679,7 +686,7 @@ def _check_matmul(call, weight, activation):
     return shape
 
 
-def _run_matmul(name, call, weight, shape, dtype, activation, out):
+def _run_matmul(name, call, weight, shape, dtype, activation, out, plan_rows):
     values = weight.values if isinstance(weight, Int8Weight) else weight
     _check_contiguous_last(x=call.x, weight=values, bias=call.bias, residual=call.residual, out=call.out)
     y = call.result(shape, dtype, out)
@@ -689,7 +696,7 @@ def _run_matmul(name, call, weight, shape, dtype, activation, out):
     if y.size:
         run = _kernels(name).run
         for rows, added, result in _merge_rows_apart((call.x, call.residual, y)):
-            run(rows, weight, call.bias, added, activation, result, call.device, call.stream)
+            run(rows, weight, call.bias, added, activation, result, call.device, call.stream, plan_rows)
     return call.hand_out(y, call.returned)
 
 

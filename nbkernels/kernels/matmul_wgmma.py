@@ -624,9 +624,9 @@ def tiles(rows, columns, tile_m, tile_n):
     return -(-rows // tile_m) * -(-columns // tile_n)
 
 
-def serves(x, weight, kind, group_size, pairs, out, device):
+def serves(x, weight, kind, group_size, pairs, out, device, plan_rows=None):
     """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
-    rows, columns = x.shape[0], weight.shape[0]
+    rows, columns = max(x.shape[0], plan_rows or 0), weight.shape[0]
     return (
         device.arch == "sm_90a"
         and pairs
@@ -668,10 +668,12 @@ def plan_of(rows, columns, constants, sm_count):
     return Plan(matmul_wgmma_kernel, constants, grid, (THREADS, 1, 1), shared_bytes(weight, tile_m, tile_n, stages))
 
 
-def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
+def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream, plan_rows=None):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
     rows, columns = x.shape[0], weight.shape[0]
-    chosen = plan(rows, columns, x.dtype, kind, group_size, epilogue, device.sm_count)
+    chosen = plan(max(rows, plan_rows or 0), columns, x.dtype, kind, group_size, epilogue, device.sm_count)
+    if plan_rows is not None:
+        chosen = plan_of(rows, columns, chosen.constants, device.sm_count)
     launch(chosen, arguments(chosen, x, weight, scales, bias, residual, out, device), device, stream)
 
 

@@ -28,8 +28,8 @@ class PrefixCache:
                                           -> [others]
 
     A chunk is looked up by the chunk before it and its own tokens, compared one by one: there are no collisions.
-    Chunks that no sequence shares any more are kept until ``evict`` gives their pages back: of those without children the one used
-    longest ago.
+    Chunks that no sequence shares any more are kept until ``evict`` gives their pages back, of those without children
+    the one used longest ago.
     """
 
     def __init__(self, cache, chunk):
