@@ -4,7 +4,7 @@ The names below are imported when first used, so that ``import nbkernels`` costs
 
     softmax, layer_norm, rms_norm, gelu, silu_mul, matmul, quantize_int8, int8_matmul, embedding,
     rotary_append, attention, paged_attention,
-    argmax, sample                                the operations, see ``nbkernels.ops``
+    argmax, sample, sample_rows                               the operations, see ``nbkernels.ops``
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
@@ -34,6 +34,7 @@ _HOME = {
             "advance",
             "argmax",
             "sample",
+            "sample_rows",
         ),
         "nbkernels.ops",
     ),

@@ -1280,3 +1280,83 @@ def sample(
         with memory.use_stream(call.stream):
             as_host_array(seen)[...] = memory.to_host(call.seen)
     return call.hand_out(y, call.returned)
+
+
+_ROW_NUMBERS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "seed": np.uint64,
+    "step": np.int32,
+}
+
+
+@replayed
+def sample_rows(
+    logits,
+    *,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    repetition_penalty,
+    seed,
+    step,
+    seen=None,
+    seen_row=None,
+    out=None,
+    stream=None,
+):
+    """``sample`` with numbers of its own for each row, drawn as that row would be alone. -> int32 [rows]
+
+    logits [rows, vocab] float, up to 2^19 columns. Contiguous arrays [rows]: temperature, top_p, min_p and repetition_penalty
+    float32, top_k (0: all) and step int32, seed uint64; top_p 1, min_p 0 and repetition_penalty 1 change nothing. seen uint8
+    [masks, vocab], seen_row int32 [rows]: row i's mask is seen[seen_row[i]], read and marked where its penalty is not 1.
+    The numbers themselves are not checked: they may lie on the device, and be another's at the next replay of a graph.
+    """
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "step": step,
+    }
+    call = _Call(stream, ("seen", "seen_row", "out"), logits=logits, **numbers, seen=seen, seen_row=seen_row, out=out)
+    _check_float(logits=call.logits)
+    _check_axes("logits", call.logits, ("rows", "vocab"))
+    rows, vocab = call.logits.shape
+    if vocab == 0:
+        raise ValueError(f"logits: shape {tuple(call.logits.shape)}, wanted at least one column")
+    for name, dtype in _ROW_NUMBERS.items():
+        _check_dtype(dtype, **{name: getattr(call, name)})
+        _check_shape(name, getattr(call, name), (rows,))
+    if (seen is None) != (seen_row is None):
+        raise TypeError("seen, seen_row: one of the two is None, wanted both or neither")
+    _check_dtype(np.uint8, seen=call.seen)
+    _check_dtype(np.int32, seen_row=call.seen_row)
+    if seen is not None:
+        _check_axes("seen", call.seen, ("masks", "vocab"))
+        _check_shape("seen", call.seen, (call.seen.shape[0], vocab))
+        _check_shape("seen_row", call.seen_row, (rows,))
+    described = {name: getattr(call, name) for name in (*_ROW_NUMBERS, "seen_row")}
+    dtype = np.dtype(np.int32)
+    if call.on_host:
+        _check_out(call, (rows,), dtype)
+        _check_writable(seen=call.seen)
+        return _finish_host(reference.sample_rows(call.logits, seen=call.seen, **described), logits, out)
+    if call.copied:
+        raise TypeError("logits: a host array on a GPU; pass device arrays, or use sample")
+    _check_no_jax(seen=seen)
+    _check_contiguous_last(logits=call.logits, seen=call.seen, out=call.out)
+    for name, array in described.items():
+        if array is not None and not array.is_contiguous:
+            raise ValueError(f"{name}: strides {array.strides}, wanted a contiguous array")
+    described["seen_row"] = described["seen_row"] if seen is not None else described["top_k"]  # which nobody reads
+    y = call.result((rows,), dtype, out)
+    if rows:
+        _kernels("sampling").run_rows(call.logits, described, call.seen, y, call.device, call.stream)
+    return call.hand_out(y, call.returned)

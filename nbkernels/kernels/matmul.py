@@ -117,9 +117,7 @@ def cost(rows, columns, depth, dtype, *, bias=False, residual=False, gated=False
     return Cost(bytes=elements * dtype.itemsize, flops=2 * rows * columns * depth)
 
 
-def multiply(
-    x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream, plan_rows=None
-):
+def multiply(x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream, plan_rows=None):
     """``run`` for both kinds of weight, [columns, depth]; kind: plan's weight; scales float32 [columns, groups] or None."""
     rows, depth = x.shape
     columns = weight.shape[0]
@@ -129,9 +127,7 @@ def multiply(
         matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream, plan_rows)
         return
     early = overlap.wanted(device)
-    chosen = plan(
-        rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count, early, plan_rows
-    )
+    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count, early, plan_rows)
     if chosen.factory is matmul_stream.matmul_stream_kernel:
         matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
         return
