@@ -314,3 +314,82 @@ def test_an_error_in_the_work_reaches_every_request(tiny, monkeypatch):
                 request.result(10)
         with pytest.raises(RuntimeError, match="stopped after an error"):
             engine.submit("the")
+
+
+# ---- on a device: steps of a batch in one pass ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch, dtype, quantize", [("sm_90a", "bfloat16", "int8"), ("sm_80", "float32", None)])
+def test_a_batch_on_the_emulator(tmp_path, arch, dtype, quantize):
+    """A neighbour of every kind: other lengths, a draw, a penalty, drafts, a prompt that begins alike."""
+    prompts = ["the quick", "fox jumps over the lazy dog a the", "fox jumps over the lazy dog"]
+    options = [{}, {"temperature": 0.8, "top_k": 9}, {"repetition_penalty": 1.3}]
+    options = [{"max_new_tokens": 4, "seed": i, **more} for i, more in enumerate(options)]
+    with nbk.device("emulator", arch=arch):
+        model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="emulator", dtype=dtype, quantize=quantize)
+    engine = Engine(model, **SMALL, max_batch=4, pages=12)
+    together = [engine.submit(p, speculate=3, **o) for p, o in zip(prompts, options, strict=True)]
+    engine.run()
+    assert together[2].statistics.reused_tokens == 16
+    for request, prompt, chosen in zip(together, prompts, options, strict=True):
+        lone = engine.submit(prompt, **chosen)
+        lone.result()
+        assert request.ids == lone.ids
+    assert whole(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, quantize", [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int8-activations")]
+)
+def test_requests_on_a_gpu(tmp_path, dtype, quantize):
+    """Graphs of all sizes, as they come; the same texts alone. Chunks are larger than a product's few rows."""
+    rng = random.Random(3)
+    model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="cuda", dtype=dtype, quantize=quantize)
+    settings = {**SMALL, "max_batch": 24, "pages": 40}
+    engine, lone, kept = Engine(model, **settings), Engine(model, **settings), {}
+    sent = []
+    while len(sent) < 300:
+        for _ in range(rng.randint(0, 12)):
+            prompt, options = random_request(rng)
+            sent.append((prompt, options, engine.submit(prompt, **options, speculate=rng.choice([0, 5]))))
+        for _ in range(rng.randint(0, 10)):
+            engine.step()
+    engine.run()
+    for prompt, options, request in sent:
+        assert (request.text, request.finish_reason) == alone(lone, kept, prompt, options)
+    assert whole(engine)
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_what_the_cpu_says(tmp_path):
+    path = tiny_model.write(tmp_path / "t.gguf")
+    cpu, gpu = (nbk.load(path, device=kind, dtype="float32") for kind in ("cpu", "cuda"))
+    rng = random.Random(4)
+    sent = [random_request(rng) for _ in range(40)]
+    with Engine(gpu, **SMALL, max_batch=16) as engine:
+        requests = [engine.submit(prompt, **options) for prompt, options in sent]
+        texts = [request.result(60) for request in requests]
+    # float32 sums in another order: a near tie may turn, seldom
+    alike = sum(text == cpu.generate(prompt, **options) for text, (prompt, options) in zip(texts, sent, strict=True))
+    assert alike >= len(sent) - 2
+
+
+@pytest.mark.gpu
+def test_steady_decode_takes_no_memory(tmp_path):
+    from nbkernels.launch.memory import used_bytes
+
+    model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="cuda")
+    engine = Engine(model, **SMALL, max_batch=8, pages=64)
+
+    def ask(count):
+        for i in range(count):
+            engine.submit("the quick " + "a" * (i % 20), max_new_tokens=30, temperature=float(i % 2), seed=i % 7)
+        engine.run()
+
+    ask(60)
+    with model.on_device():
+        before = used_bytes()
+    ask(400)
+    with model.on_device():
+        assert used_bytes() <= before

@@ -151,6 +151,25 @@ def test_stream_gives_the_same_text_in_pieces(tiny):
     assert generation.finish_reason in ("length", "end")
 
 
+def test_several_prompts_have_the_texts_of_each(tiny):
+    prompts = ["the", "a" * 40, "the quick brown fox.", *(f"fox {i}" for i in range(20))]
+    options = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3, "stop": "9"}
+    assert tiny.generate(prompts, **options) == [tiny.generate(p, **options) for p in prompts]
+    assert tiny.generate([[1, 2], [3]], max_new_tokens=3) == [tiny.generate(p, max_new_tokens=3) for p in ([1, 2], [3])]
+    chats = [[{"role": "user", "content": text}] for text in ("the", "fox")]
+    streams = tiny.generate(chats, max_new_tokens=5, stream=True)
+    assert ["".join(s) for s in streams] == [tiny.generate(chat, max_new_tokens=5) for chat in chats]
+    with pytest.raises(ValueError, match=f"context of {tiny_model.CONTEXT}"):
+        tiny.generate(["the", "a" * tiny_model.CONTEXT])
+
+
+def test_speculation_says_the_same(tiny):
+    for prompt in ("a" * 30, "the quick brown fox", "zz zz zz"):
+        assert tiny.generate(prompt, max_new_tokens=30, speculate=7) == tiny.generate(prompt, max_new_tokens=30)
+    with pytest.raises(ValueError, match="speculate: 8"):
+        tiny.generate("the", speculate=8)
+
+
 def test_generation_ends_at_the_context(tiny):
     generation = tiny.generate("a" * (tiny_model.CONTEXT - 3), max_new_tokens=50, stream=True)
     list(generation)

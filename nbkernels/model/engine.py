@@ -31,7 +31,7 @@ from nbkernels.model.statistics import Statistics
 from nbkernels.model.tokenizer import TextStream
 
 PAGE_SIZE = 64  # tokens
-FREE_SHARE = 0.85  # of the GPU's free memory that pages take where nobody says how many
+FREE_SHARE = 0.85  # of the GPU's free memory
 HOST_BYTES = 2**30  # that they take at most on other devices
 
 
@@ -85,6 +85,8 @@ class Request:
     def cancel(self):
         """End it as soon as may be; its memory goes back. Nothing where it is done."""
         self.engine._cancel(self)
+
+    close = cancel  # as a ``Generation``'s
 
     def result(self, timeout=None):
         """The text, once it is complete: waits for the Engine's thread, or works for it where there is none.
@@ -153,8 +155,8 @@ class Request:
 class Engine:
     """Continues prompts of a LanguageModel, many at once. A context manager; ``start`` gives it a thread of its own.
 
-    pages: of page_size tokens, for all requests together (default: most of the GPU's free memory, at most max_batch full
-    contexts); context: the most tokens of a prompt and its text (default the model's); max_batch: how many are decoded at once;
+    pages: of page_size tokens, for all requests together (default: those that fit into memory, at most max_batch full contexts);
+    context: the most tokens of a prompt and its text (default the model's); max_batch: how many are decoded at once;
     prefill_tokens: of prompts a turn, a multiple of page_size: long prompts are read in such chunks, and what two prompts share
     is computed once in whole ones; max_queue: how many may wait; max_prompt: tokens of the longest prompt (default: what the
     context holds); cache_dtype: of keys and values, default the activations', or int8.
@@ -193,6 +195,7 @@ class Engine:
         self.context = context
         self.max_prompt = context - 1 if max_prompt is None else min(max_prompt, context - 1)
         self.max_queue = max_queue
+        self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
         self._stream = backend.new_stream() if model.device.kind == "cuda" else None
         with self._on_device():
@@ -200,7 +203,7 @@ class Engine:
             cache_dtype = np.dtype(transformer.dtype if cache_dtype is None else cache_dtype)
             most = -(-context // page_size)
             if pages is None:
-                pages = _pages_for(config, cache_dtype, page_size, max_batch * most)
+                pages = pages_for(config, cache_dtype, page_size, max_batch * most)
             self.cache = KVCache(
                 config.layers,
                 config.kv_heads,
@@ -595,8 +598,8 @@ class Engine:
                 self._stepping.release()
 
 
-def _pages_for(config, dtype, page_size, most):
-    """Pages for the memory there is, at most ``most``."""
+def pages_for(config, dtype, page_size, most):
+    """Pages for most of the memory there is on the device in force, at most ``most``."""
     head_bytes = config.head_dim * dtype.itemsize + (4 if dtype.itemsize == 1 else 0)
     page_bytes = 2 * config.layers * config.kv_heads * head_bytes * page_size
     room = int(FREE_SHARE * backend.free_bytes()) or HOST_BYTES

@@ -12,14 +12,18 @@ from nbkernels.launch.device import current, device
 from nbkernels.model import backend
 from nbkernels.model.chat import encode_chat
 from nbkernels.model.config import CheckpointError
+from nbkernels.model.engine import PAGE_SIZE as ENGINE_PAGE_SIZE
+from nbkernels.model.engine import Engine, pages_for
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.kv_cache import KVCache
-from nbkernels.model.sampling import SamplingOptions, check_new_tokens, check_stop
+from nbkernels.model.sampling import SamplingOptions, check_new_tokens, check_speculate, check_stop
 from nbkernels.model.session import PAGE_SIZE, Session
 from nbkernels.model.statistics import Statistics
 from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
 from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
 
+# Rows of the Engine behind ``generate``: up to LEAST_ROWS products have the bits of a lone row's, beyond MOST_ROWS they queue.
+LEAST_ROWS, MOST_ROWS = 16, 64
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
 
 
@@ -95,6 +99,7 @@ class LanguageModel:
         self.chat_template = chat_template
         self.device = on
         self._idle_session = None
+        self._engine = None
         self._stream = backend.new_stream() if on.kind == "cuda" else None
 
     @property
@@ -142,26 +147,78 @@ class LanguageModel:
         seed=None,
         stop=(),
         stream=False,
+        speculate=0,
     ):
         """Continue a prompt (see ``encode``). Returns the text, or with stream=True a ``Generation`` to iterate over.
 
         temperature 0 is greedy; the rest as ``nbkernels.sample``. stop: a string or several; the text ends before the first one.
         ValueError or TypeError for a wrong option, an empty prompt, or one that does not leave room in the context.
+
+        Of a list of strings, of chats or of lists of ids all are continued at once, by an ``Engine``: returns the list of their
+        texts; with stream=True a list of ``Request``s, each to be iterated. Without a seed each has one of its own. speculate: so
+        many tokens (0 to 7) are drafted from the text itself and checked in one step, where the choice is greedy: the text stays
+        the same.
         """
         check_new_tokens(max_new_tokens)
+        check_speculate(speculate)
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed).with_seed()
         stop = check_stop(stop)
-        ids = self.encode(prompt)
-        if len(ids) >= self.config.context:
-            raise ValueError(
-                f"prompt: {len(ids)} tokens, wanted fewer than the model's context of {self.config.context}"
-            )
+        if speculate or _is_several(prompt):
+            options = {
+                **vars(options),
+                "seed": seed,
+                "max_new_tokens": max_new_tokens,
+                "stop": stop,
+                "speculate": speculate,
+            }
+            return self._generate_all(prompt, options, stream)
+        ids = self._encode_within_context(prompt)
         generation = Generation(self, ids, max_new_tokens, options, stop)
         if stream:
             return generation
         for _ in generation:
             pass
         return generation.text
+
+    def _encode_within_context(self, prompt):
+        ids = self.encode(prompt)
+        if len(ids) >= self.config.context:
+            raise ValueError(
+                f"prompt: {len(ids)} tokens, wanted fewer than the model's context of {self.config.context}"
+            )
+        return ids
+
+    def _generate_all(self, prompt, options, stream):
+        """``generate`` of several prompts, or of one whose tokens are drafted, by an Engine; options: those of its ``submit``."""
+        several = _is_several(prompt)
+        prompts = [self._encode_within_context(one) for one in (prompt if several else [prompt])]
+        engine = self._engine_for(prompts, options["max_new_tokens"], 1 + options["speculate"], kept=not stream)
+        try:
+            requests = [engine.submit(ids, **options) for ids in prompts]
+            if stream:
+                return requests if several else requests[0]
+            texts = [request.result() for request in requests]
+        except BaseException:
+            self._engine = None
+            raise
+        return texts if several else texts[0]
+
+    def _engine_for(self, prompts, max_new_tokens, rows_each, kept):
+        """An Engine for these ids; kept: the one that the model keeps, or in its place a new one where it is too small."""
+        rows = min(max(LEAST_ROWS, 1 << (len(prompts) * rows_each - 1).bit_length()), MOST_ROWS)
+        pages = [-(-min(self.config.context, len(ids) + max_new_tokens) // ENGINE_PAGE_SIZE) for ids in prompts]
+        most = min(sum(pages), max(pages) * rows)
+        engine = self._engine if kept else None
+        if engine is not None and engine.max_batch >= rows and engine.cache.pages >= most:
+            return engine
+        if kept:
+            self._engine = None  # its pages go first
+        with self.on_device():
+            fit = pages_for(self.config, self.transformer.dtype, ENGINE_PAGE_SIZE, 1 << (most - 1).bit_length())
+        engine = Engine(self, max_batch=rows, pages=max(fit, *pages), max_queue=max(1024, len(prompts)))
+        if kept:
+            self._engine = engine
+        return engine
 
     def tokens(self, prompt_ids, limit, options):
         """The chosen tokens, one after another, at most ``limit``; the device must be entered around each step.
@@ -224,6 +281,15 @@ class LanguageModel:
         if not count:
             raise ValueError("text: fewer than two tokens")
         return float(np.exp(total / count))
+
+
+def _is_several(prompt):
+    """Whether a prompt is a list of prompts: of strings, or of lists, which are chats or ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    if all(isinstance(one, str) for one in prompt):
+        return True
+    return all(isinstance(one, list | tuple) for one in prompt)
 
 
 class _Sampler:
