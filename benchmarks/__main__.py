@@ -35,7 +35,7 @@ def main():
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
     if module is not None:
-        module.run(lambda rows: harness.keep(options.json, command, {"results": rows}))
+        module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)
         return
     if harness.torch is None or not harness.torch.cuda.is_available():
         sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
