@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate`` and ``nbkernels inspect``."""
+"""The console command: ``nbkernels generate``, ``nbkernels serve`` and ``nbkernels inspect``."""
 
 import argparse
 import os
@@ -20,6 +20,9 @@ def build_parser():
     generate = commands.add_parser("generate", help="continue a prompt, or chat, with a model on disk")
     add_generate_arguments(generate)
     generate.set_defaults(run=generate_command)
+    serve = commands.add_parser("serve", help="a small HTTP server with OpenAI-compatible endpoints")
+    add_serve_arguments(serve)
+    serve.set_defaults(run=serve_command)
     inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
     inspect.add_argument("operation", help="softmax, attention, decode, int8_matmul, …")
     inspect.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
@@ -37,15 +40,7 @@ def add_generate_arguments(parser):
         "--chat", action="store_true", help="a conversation: the prompt is the first message, or type them"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message for --chat")
-    parser.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=("int8", "int8-rows", "int8-activations"),
-        help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
-    )
+    add_load_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
@@ -57,6 +52,51 @@ def add_generate_arguments(parser):
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
     parser.add_argument("--no-summary", action="store_true", help="print the text alone")
+
+
+def add_load_arguments(parser):
+    """Where a model runs and in which form, for ``load``."""
+    parser.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "int8-rows", "int8-activations"),
+        help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
+    )
+
+
+def add_serve_arguments(parser):
+    """The arguments of ``serve``."""
+    parser.add_argument("model", metavar="MODEL", help="a model that nbkernels.load takes")
+    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
+    parser.add_argument("--port", type=int, default=8000, metavar="N")
+    parser.add_argument("--name", help="what clients call the model (default: the file's name)")
+    add_load_arguments(parser)
+    parser.add_argument("--max-batch", type=int, default=64, metavar="N", help="requests that are decoded at once")
+    parser.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: what the context holds)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its text (default: the model's)"
+    )
+
+
+def serve_command(options):
+    """Load a model and serve it until interrupted. Returns the exit status."""
+    from nbkernels.model.engine import Engine
+    from nbkernels.model.generation import load
+    from nbkernels.server import serve
+
+    if sys.stderr.isatty():
+        compiling.announce = _say_compiling
+    model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
+    limits = {name: getattr(options, name) for name in ("max_batch", "max_queue", "max_prompt", "context")}
+    engine = Engine(model, **limits)
+    serve(engine, name=options.name or os.path.basename(options.model), host=options.host, port=options.port)
+    return 0
 
 
 def generate_command(options):
@@ -176,6 +216,8 @@ def main(arguments=None):
 def _explain(error):
     if isinstance(error, ModuleNotFoundError) and error.name in ("tokenizers", "gguf", "jinja2", "safetensors"):
         return f"the package {error.name!r} is missing: pip install 'nbkernels[llm]'"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
+        return f"the package {error.name!r} is missing: pip install 'nbkernels[serve]'"
     return str(error)
 
 

@@ -197,7 +197,8 @@ class Engine:
         self.max_queue = max_queue
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
-        self._stream = backend.new_stream() if model.device.kind == "cuda" else None
+        with model.on_device():
+            self._stream = backend.new_stream() if model.device.kind == "cuda" else None
         with self._on_device():
             transformer = model.transformer
             cache_dtype = np.dtype(transformer.dtype if cache_dtype is None else cache_dtype)
@@ -350,6 +351,16 @@ class Engine:
         """Work until no request is left."""
         while self.step():
             pass
+
+    @property
+    def counts(self):
+        """(requests that run, requests that wait), as of about now."""
+        return len(self._scheduler.running), len(self._scheduler.waiting) + len(self._arrived)
+
+    @property
+    def failed(self):
+        """Whether an error of the work itself has ended it."""
+        return self._broken is not None
 
     @property
     def busy(self):
@@ -548,8 +559,7 @@ class Engine:
             self._broken = error
         for request in self._unfinished():
             request.error = error
-            request.finish_reason = "error"
-            self._announce((request,))
+            self._finish(request, "error")
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
 
