@@ -560,6 +560,8 @@ class Engine:
         for request in self._unfinished():
             request.error = error
             self._finish(request, "error")
+        self._arrived.clear()
+        self._chosen.clear()
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
 

@@ -186,6 +186,14 @@ class KVCache:
         self._check(sequence)
         return self._table[sequence]
 
+    def table_rows(self, sequences):
+        """A copy of the rows of a list of sequences, each as often as it stands there."""
+        return self._table[sequences]
+
+    def room(self, sequence):
+        """How many more tokens fit into the pages that a sequence has."""
+        return len(self._pages[sequence]) * self.page_size - int(self._lengths[sequence])
+
     def adopt(self, sequence, pages):
         """Extend a sequence by full pages that were written before, and that it shares from now on with whoever has them.
 

@@ -76,6 +76,7 @@ class _RowArrays:
         self.image = np.zeros(sum(sizes.values()), np.uint8)
         self.memory = backend.zeros(self.image.shape, self.image.dtype)
         self.host, self.device = {}, {}
+        self.choices = [None] * rows
         at = 0
         for name, (dtype, shape) in fields.items():
             here = slice(at, at + sizes[name])
@@ -83,8 +84,11 @@ class _RowArrays:
             self.device[name] = backend.view_bytes(self.memory[here], dtype, shape)
             at = here.stop
 
-    def set_choice(self, i, choice, step):
-        """How row i's token is chosen."""
+    def set_choice(self, i, choice):
+        """How row i's token is chosen, but for its step."""
+        if self.choices[i] is choice:
+            return
+        self.choices[i] = choice
         options, host = choice.options, self.host
         host["seed"][i] = options.seed
         host["temperature"][i] = options.temperature
@@ -92,7 +96,6 @@ class _RowArrays:
         host["top_p"][i] = 1.0 if options.top_p is None else options.top_p
         host["min_p"][i] = 0.0 if options.min_p is None else options.min_p
         host["top_k"][i] = options.top_k or 0
-        host["step"][i] = step
         host["seen_row"][i] = 0 if choice.seen is None else choice.seen
 
     def upload(self):
@@ -164,7 +167,7 @@ class Runner:
         """The token behind a prompt, the first of a text."""
         if backend.on_host():
             return self._choose_on_host(self.transformer.logits(hidden[:, -1]), choice, 0)
-        self.first.set_choice(0, choice, 0)
+        self.first.set_choice(0, choice)
         self.first.upload()
         self.transformer.logits(hidden[:, -1], out=self.logits[:1])
         self._choose(self.first, 1, choice.greedy)
@@ -207,19 +210,18 @@ class Runner:
         return min(pages, self.cache.capacity // self.cache.page_size)
 
     def _fill(self, rows, bucket):
-        host = self.rows.host
-        for i, row in enumerate(rows):
-            host["token"][i] = row.token
-            host["position"][i] = row.position
-            host["table"][i] = self.cache.table_row(row.sequence)
-            self.rows.set_choice(i, row.choice, row.step)
-        count = len(rows)
+        host, count = self.rows.host, len(rows)
+        sequences, tokens, positions, choices, steps = zip(*rows, strict=True)
+        host["token"][:count] = tokens
+        host["position"][:count] = positions
         host["length"][:count] = host["position"][:count] + 1
+        host["table"][:count] = self.cache.table_rows(list(sequences))
         host["token"][count:bucket] = 0
         host["position"][count:bucket] = -1
         host["length"][count:bucket] = 0
-        for i in range(count, bucket):
-            self.rows.set_choice(i, GREEDY, 0)
+        for i, choice in enumerate((*choices, *(GREEDY,) * (bucket - count))):
+            self.rows.set_choice(i, choice)
+        host["step"][:count] = steps
         self.rows.upload()
 
     def _run_graph(self, key):

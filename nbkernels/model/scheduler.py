@@ -138,6 +138,8 @@ class Scheduler:
 
         Where it is the youngest itself it is preempted. What nobody shares of the prefix cache goes first.
         """
+        if self.cache.room(request.sequence) >= tokens:  # pages that are shared are full here, and never written
+            return True, ()
         preempted = []
         while True:
             try:
