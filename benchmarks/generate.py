@@ -33,8 +33,14 @@ VARIANTS = {
     "cuda": ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantize": "int8"}),
     "cpu": ({"dtype": "float32"},),
 }
-LLAMA = ModelConfig("llama", 32, 4096, 32, 8, 128, 14336, 128256, 8448, 128, 500000.0, 1e-5)
-SMOLLM2 = ModelConfig("llama", 30, 576, 9, 3, 64, 1536, 49152, 8448, 64, 100000.0, 1e-5)
+LLAMA = ModelConfig(
+    architecture="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, feed_forward=14336, vocab=128256,
+    context=8448, rope_dim=128, rope_base=500000.0, norm_eps=1e-5,
+)  # fmt: skip
+SMOLLM2 = ModelConfig(
+    architecture="llama", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, feed_forward=1536, vocab=49152,
+    context=8448, rope_dim=64, rope_base=100000.0, norm_eps=1e-5,
+)  # fmt: skip
 # (name, config, whether the head is the embedding, quantize)
 MODELS = (
     ("Llama-3-8B int8", LLAMA, False, "int8"),
@@ -306,6 +312,7 @@ def peer_step(config, rows, quantize, layers=4):
     torch = harness.torch
     if torch is None or not torch.cuda.is_available():
         return None
+    torch._dynamo.reset()  # else the shapes of earlier calls count towards its limit, and it stops compiling
     width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes = [
         (width + 2 * kv_width, config.hidden),

@@ -315,10 +315,16 @@ def wait_for(stream):
 
 
 def free_bytes():
-    """Bytes of device memory that nobody uses on the current device."""
+    """Bytes of device memory that can be had on the current device: what is free, and what our pool keeps and nobody uses."""
     from cuda.bindings import driver
 
-    return int(check(driver.cuMemGetInfo())[0])
+    pool = check(driver.cuDeviceGetDefaultMemPool(driver.cuDeviceGet(0)[1]))[0]
+    names = driver.CUmemPool_attribute
+    reserved, used = (
+        int(check(driver.cuMemPoolGetAttribute(pool, name))[0])
+        for name in (names.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, names.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+    )
+    return int(check(driver.cuMemGetInfo())[0]) + reserved - used
 
 
 def used_bytes():
