@@ -197,7 +197,7 @@ def batch_64(model, speeds, context=1024, steps=STEPS, rows=64, chunk=8192):
     if on_gpu(model):
         runner = engine._runner
         with engine._on_device():  # the last step once more, and again
-            replay = timed(runner.repeat, steps, finish=lambda: backend.fetch(runner.chosen))
+            replay = timed(runner.repeat, steps, finish=lambda: backend.fetch(runner.logits))
             kernels = kernel_seconds(runner.repeat)
     engine.close()
     row = decode_row(model.transformer, rows, context, elapsed * rows / max(made, 1), replay, kernels, speeds)

@@ -59,11 +59,13 @@ def alone(engine, kept, prompt, options):
     return kept[key]
 
 
-def test_a_thousand_requests_that_come_and_go(tiny):
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
+def test_a_thousand_requests_that_come_and_go(tiny, ahead):
     """Few pages, so that requests give way to each other; cancellations, callbacks that raise, and speculation in between."""
     rng = random.Random(1)
     settings = {**SMALL, "max_batch": 6, "pages": 7}
     engine, lone = Engine(tiny, **settings), Engine(tiny, **settings)
+    engine._ahead = ahead  # as on a GPU
     sent, kept, cancelled, failing = [], {}, set(), set()
 
     def callback(number, text):
@@ -183,6 +185,25 @@ def test_speculation_says_the_same_in_fewer_steps(tiny):
     accepted = drafted.statistics.accepted_tokens
     assert accepted > 5 and steps <= len(plain.ids) - accepted + 3
     assert whole(engine)
+
+
+def test_steps_that_run_ahead(tiny):
+    """Every step but the first is launched before the tokens of the one before it are taken; ends come as surprises."""
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    engine._ahead = True
+    calls = []
+    runner = engine._runner
+    for name in ("launch", "launch_again", "tokens"):
+        method = getattr(runner, name)
+        setattr(runner, name, lambda *args, name=name, method=method: (calls.append(name), method(*args))[1])
+    request = engine.submit("the", max_new_tokens=6, seed=1, temperature=1.0)
+    assert request.result() == tiny.generate("the", max_new_tokens=6, seed=1, temperature=1.0)
+    assert calls == ["launch", *["launch_again", "tokens"] * 4, "tokens"]
+    plain = tiny.generate("the", max_new_tokens=20)
+    stopped = engine.submit("the", max_new_tokens=20, stop=plain[6:8])
+    assert stopped.result() == tiny.generate("the", max_new_tokens=20, stop=plain[6:8])
+    engine.run()
+    assert whole(engine) and not engine._flight and not runner._tokens
 
 
 def test_prompt_lookup():
@@ -328,7 +349,10 @@ def test_a_batch_on_the_emulator(tmp_path, arch, dtype, quantize):
     with nbk.device("emulator", arch=arch):
         model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device="emulator", dtype=dtype, quantize=quantize)
     engine = Engine(model, **SMALL, max_batch=4, pages=12)
-    together = [engine.submit(p, speculate=3, **o) for p, o in zip(prompts, options, strict=True)]
+    engine._ahead = arch == "sm_90a"  # as on a GPU
+    together = [
+        engine.submit(p, speculate=3 * (i == 0), **o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))
+    ]
     engine.run()
     assert together[2].statistics.reused_tokens == 16
     for request, prompt, chosen in zip(together, prompts, options, strict=True):

@@ -13,6 +13,7 @@ import tiny_model
 import nbkernels as nbk
 from nbkernels.launch import emulated
 from nbkernels.launch.device import current
+from nbkernels.model import session
 from nbkernels.model.transformer import QUANTIZATIONS, interleave_gate_up
 
 pytest.importorskip("gguf")
@@ -168,6 +169,20 @@ def test_speculation_says_the_same(tiny):
         assert tiny.generate(prompt, max_new_tokens=30, speculate=7) == tiny.generate(prompt, max_new_tokens=30)
     with pytest.raises(ValueError, match="speculate: 8"):
         tiny.generate("the", speculate=8)
+
+
+def test_steps_that_run_ahead_say_the_same(tiny, monkeypatch):
+    """As on a GPU: a step is launched before the token in front of it is taken, and one may be too many."""
+    want = [tiny.generate(p, max_new_tokens=20, temperature=1.0, seed=3) for p in ("the", "fox")]
+    monkeypatch.setattr(session.Session, "ahead", property(lambda _: 1, lambda *_: None), raising=False)
+    tiny._idle_session = None
+    for prompt, text in zip(("the", "fox"), want, strict=True):
+        assert tiny.generate(prompt, max_new_tokens=20, temperature=1.0, seed=3) == text
+        assert (
+            tiny.generate(prompt, max_new_tokens=20, temperature=1.0, seed=3, stop=text[3:5])
+            == text.split(text[3:5])[0]
+        )
+    tiny._idle_session = None
 
 
 def test_generation_ends_at_the_context(tiny):

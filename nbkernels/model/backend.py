@@ -59,6 +59,13 @@ def overwrite(array, values):
     copy_from_host(array, values)
 
 
+def overwrite_at_once(array, values):
+    """``overwrite`` of a device array, without waiting for the work before it."""
+    from nbkernels.launch.memory import copy_from_pageable
+
+    copy_from_pageable(array, values)
+
+
 def copy(destination, source):
     """Copy a contiguous array into another of the same shape and dtype, both on the current device."""
     if isinstance(destination, np.ndarray):

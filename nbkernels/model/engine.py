@@ -1,10 +1,14 @@
 """Texts for requests that come and go: ``with Engine(model) as engine: engine.submit("…").result()``.
 
 A turn (``step``) reads a chunk of the prompts that wait to be read, then decodes a token of every request that has been read
-("continuous batching", Yu et al. 2022, Orca), and hands out the text of the turn before while the GPU works:
+("continuous batching", Yu et al. 2022, Orca). While nothing changes but that everyone has one more token, the GPU runs ahead: a
+step is launched before the tokens of the one before it are known to the host, whose work is done while the GPU does its own:
 
-    step n:    | admit | prefill a chunk | launch a token each |  text of step n - 1  | fetch the tokens |
-    GPU:                |    prefill     |       decode       ··························|
+    turn n:    | launch step n + 1 | text of step n - 1 | take the tokens of step n |
+    GPU:    ···  step n            |         step n + 1                ···
+
+Who turns out to have ended with step n has a row too many in step n + 1, which is thrown away. Where somebody is admitted, read,
+preempted or drafts tokens, the steps under way are finished first.
 
 What a request says does not depend on its neighbours, to the bit. Products of a decode step are planned as for the largest
 batch (``runner``). Prompts are read in chunks that begin at multiples of prefill_tokens, and what is reused of another's prompt
@@ -223,8 +227,14 @@ class Engine:
         self._arrived = deque()  # submitted, not yet seen by a step
         self._cancelled = deque()  # likewise cancelled
         self._working = False  # whether a turn is under way
-        self._chosen = []  # (request, tokens) of the last step, not yet handed out
+        self._flight = (
+            deque()
+        )  # [(request, drafted tokens), …] of each step that was launched and whose tokens were not taken
+        self._chosen = []  # (request, tokens) of steps, not yet handed out
         self._number = 0
+        self._ahead = (
+            not self._runner.synchronous
+        )  # whether steps are launched before the tokens of those before are known
         self._stepping = threading.RLock()  # held by whoever works
         self._changed = threading.Condition()  # something arrived, or came out
         self._thread = None
@@ -339,6 +349,7 @@ class Engine:
                 self._finish(request, "cancelled")
             self._arrived.clear()
             self._chosen.clear()
+            self._flight.clear()
             self.prefixes.clear()
 
     def __enter__(self):
@@ -365,7 +376,8 @@ class Engine:
     @property
     def busy(self):
         """Whether some request is not done."""
-        return bool(self._arrived or self._chosen or self._scheduler.waiting or self._scheduler.running)
+        known = self._scheduler
+        return bool(self._arrived or self._flight or self._chosen or known.waiting or known.running)
 
     def step(self):
         """One turn of work (see above). -> whether there is more to do."""
@@ -385,7 +397,15 @@ class Engine:
 
     def _turn(self):
         self._take_arrivals()
-        if self._runner.synchronous:  # text that waits for the next step would come later, and nothing sooner
+        if self._flight and self._may_run_ahead():
+            self._runner.launch_again()
+            self._flight.append(self._flight[-1])
+            self._hand_out()
+            self._land()
+            return
+        if self._flight:
+            self._land()
+        if not self._ahead:  # text that waits for the next step would come later, and nothing sooner
             self._hand_out()
         for request in self._scheduler.admit():
             request._choice = self._runner.open_choice(request._options, request.prompt + request._tokens)
@@ -393,9 +413,25 @@ class Engine:
         rows, drafts = self._rows()
         if rows:
             self._runner.launch(rows)
+            self._flight.append(drafts)
         self._hand_out()
-        if rows:
-            self._check_rows(rows, drafts, self._runner.tokens())
+        if rows and not self._ahead:
+            self._land()
+
+    def _may_run_ahead(self):
+        """Whether the step under way may be followed by one of the same rows, whose last tokens only the device knows."""
+        scheduler, rows = self._scheduler, self._flight[-1]
+        if len(rows) != len(scheduler.running) or scheduler.may_admit():
+            return False
+        for (request, _), running in zip(rows, scheduler.running, strict=True):
+            # drafts wait for what they follow; the last token of a text is followed by none
+            if request is not running or request._lookup is not None or len(request._tokens) + 1 >= request._limit:
+                return False
+        return all(scheduler.has_room(request, 2) for request, _ in rows)
+
+    def _land(self):
+        """Take the tokens of the oldest step under way."""
+        self._check_rows(self._flight.popleft(), self._runner.tokens())
 
     def _take_arrivals(self):
         with self._changed:
@@ -466,13 +502,13 @@ class Engine:
         most = min(most, request._speculate, request._limit - len(request._tokens) - 1)
         return request._lookup.draft(most) if most > 0 else []
 
-    def _check_rows(self, rows, drafts, chosen):
+    def _check_rows(self, drafts, chosen):
         """Take what a step chose: a token a request, and one more for each drafted token that was right."""
         at = 0
         for request, drafted in drafts:
             mine = chosen[at : at + 1 + len(drafted)]
             at += len(mine)
-            if request.done:  # by its text of the step before
+            if request.done or request._ended:  # by its text, or in the step before
                 continue
             right = 0
             while right < len(drafted) and drafted[right] == mine[right]:
@@ -562,6 +598,7 @@ class Engine:
             self._finish(request, "error")
         self._arrived.clear()
         self._chosen.clear()
+        self._flight.clear()
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
 

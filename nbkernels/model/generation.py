@@ -230,12 +230,17 @@ class LanguageModel:
             sampler = _Sampler(self, prompt_ids, options)
             # a vocabulary padded beyond the tokenizer's is never drawn from
             vocab = min(self.config.vocab, len(self.tokenizer))
-            logits = session.start(prompt_ids)
+            sampler.choose(session.start(prompt_ids)[:, :vocab], session.token)
+            session.post()
+            launched = 1
             for produced in range(1, limit + 1):
-                sampler.choose(logits[:, :vocab], session.token)
-                yield int(backend.fetch(session.token)[0])
-                if produced < limit:
-                    logits = session.extend()
+                # not before the first token, which would wait for the recording of the step behind it
+                ahead = session.ahead if produced > 1 else 0
+                while launched < min(produced + ahead, limit):
+                    sampler.choose(session.extend()[:, :vocab], session.token)
+                    session.post()
+                    launched += 1
+                yield session.take()
         finally:
             self._idle_session = session
 

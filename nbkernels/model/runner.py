@@ -4,12 +4,14 @@ A decode step reads all that changes from one block of device memory, which one 
 
     seeds | temperatures … | tokens | positions | lengths | block table [rows, pages]
 
-so that the step for 1, 2, 4, … rows is recorded once and replayed. Rows without a sequence stand at position -1, where nothing
-is written, and have no keys. Products are planned as for the largest batch (``plan_rows``), and every other operation works
-row by row: a row's bits depend neither on how many rows there are nor on which it is. On the CPU, where BLAS gives other bits for
-other numbers of rows, the rows go through the layers one by one.
+so that the step for 1, 2, 4, … rows is recorded once and replayed. A step writes the tokens that it chose where the next one
+reads them, so that one more step of the same rows may be launched before the host knows them. Rows without a sequence stand at
+position -1, where nothing is written, and have no keys. Products are planned as for the largest batch (``plan_rows``), and every
+other operation works row by row: a row's bits depend neither on how many rows there are nor on which it is. On the CPU, where
+BLAS gives other bits for other numbers of rows, the rows go through the layers one by one.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +25,7 @@ from nbkernels.model.sampling import SamplingOptions
 from nbkernels.model.transformer import planned_as
 
 INT32 = np.dtype(np.int32)
-# Tokens of the narrowest table: attention over more than one split of keys (256) is one path for any number of them.
-LEAST_TABLE_TOKENS = 512
+LEAST_TABLE_TOKENS = 256  # of the narrowest table: a split of keys
 
 
 class Row(NamedTuple):
@@ -70,8 +71,8 @@ class _RowArrays:
     def __init__(self, rows, pages):
         fields = {"seed": (np.uint64, (rows,))}
         fields |= dict.fromkeys(("temperature", "repetition_penalty", "top_p", "min_p"), (np.float32, (rows,)))
-        fields |= dict.fromkeys(("top_k", "step", "seen_row", "token", "position", "length"), (np.int32, (rows,)))
-        fields["table"] = (np.int32, (rows, pages))
+        fields |= dict.fromkeys(("top_k", "step", "seen_row", "position", "length"), (np.int32, (rows,)))
+        fields |= {"table": (np.int32, (rows, pages)), "token": (np.int32, (rows,))}  # the token last: see ``upload``
         sizes = {name: np.dtype(dtype).itemsize * int(np.prod(shape)) for name, (dtype, shape) in fields.items()}
         self.image = np.zeros(sum(sizes.values()), np.uint8)
         self.memory = backend.zeros(self.image.shape, self.image.dtype)
@@ -98,16 +99,18 @@ class _RowArrays:
         host["top_k"][i] = options.top_k or 0
         host["seen_row"][i] = 0 if choice.seen is None else choice.seen
 
-    def upload(self):
-        """One copy to the device."""
-        backend.overwrite(self.memory, self.image)
+    def upload(self, tokens=True):
+        """One copy to the device; with or without the tokens."""
+        end = len(self.image) if tokens else len(self.image) - self.host["token"].nbytes
+        backend.overwrite_at_once(self.memory[:end], self.image[:end])
 
 
 class Runner:
     """Runs a Transformer over a KVCache's sequences for the Engine, whose device and stream are in force.
 
-    vocab: how many of the model's tokens may be chosen; max_rows: the most rows of a decode step. ``synchronous``: whether
-    ``launch`` returns when its work is done.
+    vocab: how many of the model's tokens may be chosen; max_rows: the most rows of a decode step. Steps are launched, and their
+    ``tokens`` taken in the same order; ``launch_again`` may be called before those of the step before are taken.
+    ``synchronous``: whether ``launch`` returns when its work is done.
     """
 
     def __init__(self, transformer, cache, vocab, max_rows):
@@ -116,7 +119,8 @@ class Runner:
         self.vocab = vocab
         self.max_rows = max_rows
         self.synchronous = current().kind != "cuda"
-        self._tokens = []
+        self._rows = []  # of the last step
+        self._tokens = deque()  # of each step whose tokens were not taken, where a step is done at once
         self._free_seen = list(range(max_rows))
         if backend.on_host():
             return
@@ -124,9 +128,12 @@ class Runner:
         self.rows = _RowArrays(max_rows, pages)
         self.first = _RowArrays(1, 1)
         self.logits = backend.zeros((max_rows, transformer.config.vocab), transformer.dtype)
-        self.chosen = backend.zeros((max_rows,), INT32)
         self.seen = backend.zeros((max_rows, vocab), np.dtype(np.uint8))
-        self._launched, self._last = 0, None
+        self._last = None
+        if not self.synchronous:
+            from nbkernels.launch.memory import Mailbox
+
+            self._mailbox = Mailbox(4 * max_rows)
         self._graphs = {}  # (rows, pages, greedy) -> a Graph, or None after the first step of this kind
         self._arena = None
 
@@ -171,36 +178,47 @@ class Runner:
         self.first.upload()
         self.transformer.logits(hidden[:, -1], out=self.logits[:1])
         self._choose(self.first, 1, choice.greedy)
-        return int(backend.fetch(self.chosen[:1])[0])
+        return int(backend.fetch(self.first.device["token"])[0])
 
     # ---- decode --------------------------------------------------------------------------------------------------------------
 
     def launch(self, rows):
         """Begin a step of some Rows, for whose tokens there is room; rows of one sequence follow one another."""
+        self._rows = rows
+        self._launch(tokens_known=True)
+
+    def launch_again(self):
+        """The same rows a token further, with the tokens that the last step chose, known or not; there is room for them."""
+        self._rows = [row._replace(token=None, position=row.position + 1, step=row.step + 1) for row in self._rows]
+        self._launch(tokens_known=False)
+
+    def _launch(self, tokens_known):
+        rows = self._rows
         if backend.on_host():
-            self._tokens = [self._decode_on_host(row) for row in rows]
+            tokens = [row.token for row in rows] if tokens_known else self._last_tokens
+            self._last_tokens = [self._decode_on_host(row, t) for row, t in zip(rows, tokens, strict=True)]
+            self._tokens.append(self._last_tokens)
             return
         count, longest = len(rows), max(row.position for row in rows) + 1
         bucket = min(1 << (count - 1).bit_length(), self.max_rows)
-        self._fill(rows, bucket)
+        self._fill(rows, bucket, tokens_known)
         greedy = all(row.choice.greedy for row in rows)
-        key = (bucket, self._table_pages(longest), greedy)
+        self._last = (bucket, self._table_pages(longest), greedy)
+        chosen = self.rows.device["token"][:count]
         if self.synchronous:
-            self._step(*key)
+            self._step(*self._last)
+            self._tokens.append(backend.fetch(chosen).tolist())
         else:
-            self._run_graph(key)
-        self._last = key
-        self._launched = count
+            self._run_graph(self._last)
+            self._mailbox.post(chosen)
 
     def repeat(self):
         """The last step once more, with the same result: what a step costs without the host's part. On a GPU."""
         self._run_graph(self._last)
 
     def tokens(self):
-        """The tokens that the last ``launch`` chose, a row each; waits for them."""
-        if backend.on_host():
-            return self._tokens
-        return backend.fetch(self.chosen[: self._launched]).tolist()
+        """The tokens, a row each, of the first step whose tokens were not taken; waits for them."""
+        return self._tokens.popleft() if self.synchronous else self._mailbox.take().tolist()
 
     def _table_pages(self, tokens):
         """Columns of the table that a step reads: few, since attention starts blocks for all, and of few sizes."""
@@ -209,20 +227,21 @@ class Runner:
             pages *= 2
         return min(pages, self.cache.capacity // self.cache.page_size)
 
-    def _fill(self, rows, bucket):
+    def _fill(self, rows, bucket, tokens_known):
         host, count = self.rows.host, len(rows)
         sequences, tokens, positions, choices, steps = zip(*rows, strict=True)
-        host["token"][:count] = tokens
+        if tokens_known:
+            host["token"][:count] = tokens
+            host["token"][count:bucket] = 0
         host["position"][:count] = positions
         host["length"][:count] = host["position"][:count] + 1
         host["table"][:count] = self.cache.table_rows(list(sequences))
-        host["token"][count:bucket] = 0
         host["position"][count:bucket] = -1
         host["length"][count:bucket] = 0
         for i, choice in enumerate((*choices, *(GREEDY,) * (bucket - count))):
             self.rows.set_choice(i, choice)
         host["step"][:count] = steps
-        self.rows.upload()
+        self.rows.upload(tokens_known)
 
     def _run_graph(self, key):
         from nbkernels.launch.graph import Graph
@@ -254,8 +273,8 @@ class Runner:
         self._choose(self.rows, bucket, greedy)
 
     def _choose(self, arrays, rows, greedy):
-        """Of the logits of so many rows, into ``chosen``."""
-        logits, out = self.logits[:rows, : self.vocab], self.chosen[:rows]
+        """Of the logits of so many rows, to where the next step reads its tokens."""
+        logits, out = self.logits[:rows, : self.vocab], arrays.device["token"][:rows]
         if greedy:
             ops.argmax(logits, out=out)
             return
@@ -263,10 +282,10 @@ class Runner:
         options = {name: arrays.device[name][:rows] for name in names}
         ops.sample_rows(logits, seen=self.seen, out=out, **options)
 
-    def _decode_on_host(self, row):
+    def _decode_on_host(self, row, token):
         position = np.array([row.position], np.int32)
         reading = _Reading(self.cache.layers, self.cache.table_row(row.sequence)[None], position, position + 1)
-        hidden = self.transformer.hidden(np.array([[row.token]], np.int32), reading, (row.sequence,))
+        hidden = self.transformer.hidden(np.array([[token]], np.int32), reading, (row.sequence,))
         return self._choose_on_host(self.transformer.logits(hidden[:, -1]), row.choice, row.step)
 
     def _choose_on_host(self, logits, choice, step):

@@ -122,7 +122,7 @@ class Scheduler:
     def admit(self):
         """Let those in front of the queue run, in their order, while there are rows and pages for them. -> the admitted."""
         admitted = []
-        while self.waiting and len(self.running) < self.max_batch and self._fits(self.waiting[0]):
+        while self.may_admit():
             request = self.waiting.popleft()
             if request.saved is None:
                 request.sequence = self.cache.add()
@@ -132,6 +132,20 @@ class Scheduler:
             self.running.sort(key=lambda r: r.number)
             admitted.append(request)
         return admitted
+
+    def may_admit(self):
+        """Whether ``admit`` would let somebody run."""
+        return bool(self.waiting) and len(self.running) < self.max_batch and self._fits(self.waiting[0])
+
+    def has_room(self, request, tokens):
+        """Pages for so many more tokens of a running request, of those that are free; False where there are none."""
+        if self.cache.room(request.sequence) >= tokens:
+            return True
+        try:
+            self.cache.reserve((request.sequence,), tokens)
+        except OutOfPages:
+            return False
+        return True
 
     def make_room(self, request, tokens):
         """Pages for so many more tokens of a running request, if need be of younger ones. -> (whether, those preempted).
