@@ -400,6 +400,25 @@ def test_a_gpu_says_what_the_cpu_says(tmp_path):
 
 
 @pytest.mark.gpu
+def test_a_mailbox():
+    from nbkernels.launch.memory import Mailbox, to_device
+
+    with nbk.device("cuda"):
+        mailbox = Mailbox(16)
+        arrays = [np.arange(4, dtype=np.int32) + i for i in range(6)]
+        placed = [to_device(array) for array in arrays]
+        mailbox.post(placed[0])
+        for before, array in zip(arrays, placed[1:], strict=False):
+            mailbox.post(array)
+            with pytest.raises(ValueError, match="mailbox of 2 times 16 bytes"):
+                mailbox.post(array)
+            np.testing.assert_array_equal(mailbox.take(), before)
+        mailbox.clear()
+        mailbox.post(placed[2][:1])
+        assert mailbox.take().tolist() == [2]
+
+
+@pytest.mark.gpu
 def test_steady_decode_takes_no_memory(tmp_path):
     from nbkernels.launch.memory import used_bytes
 
