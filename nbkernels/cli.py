@@ -80,6 +80,13 @@ def add_serve_arguments(parser):
         "--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: what the context holds)"
     )
     parser.add_argument(
+        "--prefill-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prompts are read, and shared, in chunks of so many",
+    )
+    parser.add_argument(
         "--context", type=int, metavar="N", help="tokens of a prompt and its text (default: the model's)"
     )
 
@@ -93,7 +100,8 @@ def serve_command(options):
     if sys.stderr.isatty():
         compiling.announce = _say_compiling
     model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
-    limits = {name: getattr(options, name) for name in ("max_batch", "max_queue", "max_prompt", "context")}
+    names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context")
+    limits = {name: getattr(options, name) for name in names}
     engine = Engine(model, **limits)
     serve(engine, name=options.name or os.path.basename(options.model), host=options.host, port=options.port)
     return 0

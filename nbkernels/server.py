@@ -103,7 +103,9 @@ def serve(engine, *, name, host="127.0.0.1", port=8000):
     """Serve an Engine's model until the process is interrupted."""
     import uvicorn
 
-    uvicorn.run(create_app(engine, name), host=host, port=port, log_level="info", access_log=False)
+    uvicorn.run(
+        create_app(engine, name), host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=10
+    )
 
 
 def _http_error(_, error):

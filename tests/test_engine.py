@@ -123,6 +123,34 @@ def test_texts_are_those_of_generate(tiny):
             assert request.result(timeout=60) == tiny.generate(prompt, **options)
 
 
+def test_an_int8_cache(tiny):
+    """Scales come and go with the pages."""
+    rng = random.Random(5)
+    settings = {**SMALL, "max_batch": 6, "pages": 7, "cache_dtype": np.int8}
+    engine, lone, kept = Engine(tiny, **settings), Engine(tiny, **settings), {}
+    sent = [random_request(rng) for _ in range(80)]
+    requests = [engine.submit(prompt, **options) for prompt, options in sent]
+    engine.run()
+    for (prompt, options), request in zip(sent, requests, strict=True):
+        assert (request.text, request.finish_reason) == alone(lone, kept, prompt, options)
+    assert sum(request.statistics.preemptions for request in requests) and whole(engine)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_callback_may_close_the_engine(tiny, threaded):
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    others = [engine.submit("zz", max_new_tokens=60, temperature=2.0, seed=2) for _ in range(2)]
+    closing = engine.submit("the", max_new_tokens=20, on_text=lambda _: engine.close())
+    if threaded:
+        engine.start()
+    for request in (closing, *others):
+        with pytest.raises(nbk.Cancelled):
+            request.result(20)
+    if threaded:
+        engine._thread.join(20)
+    assert not engine.busy and engine.cache.pages_in_use == 0
+
+
 def test_threads_submit_and_cancel(tiny):
     with Engine(tiny, **SMALL, max_batch=4, pages=10) as engine:
         texts = {}

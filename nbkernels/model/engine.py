@@ -344,13 +344,17 @@ class Engine:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        with self._stepping, self._on_device():
-            for request in self._unfinished():
-                self._finish(request, "cancelled")
-            self._arrived.clear()
-            self._chosen.clear()
-            self._flight.clear()
-            self.prefixes.clear()
+        with self._stepping:
+            if not self._working:  # else somebody's on_text closes it, and the turn under way ends with it
+                self._end()
+
+    def _end(self):
+        for request in self._unfinished():
+            self._finish(request, "cancelled")
+        self._arrived.clear()
+        self._chosen.clear()
+        self._flight.clear()
+        self.prefixes.clear()
 
     def __enter__(self):
         return self.start()
@@ -388,6 +392,8 @@ class Engine:
             try:
                 with self._on_device():
                     self._turn()
+                    if self._closing:
+                        self._end()
             except BaseException as error:
                 self._break(error)
                 raise
