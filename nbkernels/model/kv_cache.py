@@ -186,9 +186,9 @@ class KVCache:
         self._check(sequence)
         return self._table[sequence]
 
-    def table_rows(self, sequences):
-        """A copy of the rows of a list of sequences, each as often as it stands there."""
-        return self._table[sequences]
+    def table_rows(self, sequences, columns):
+        """A copy of the first columns of the rows of a list of sequences, each as often as it stands there."""
+        return self._table[sequences, :columns]
 
     def room(self, sequence):
         """How many more tokens fit into the pages that a sequence has."""

@@ -1,8 +1,9 @@
 """Steps of a changing batch: a chunk of one prompt, or a token each of several sequences, on a GPU as graphs by batch size.
 
-A decode step reads all that changes from one block of device memory, which one copy fills before it:
+A decode step reads all that changes from one block of device memory, which one copy fills before it, and from a block table, of
+which those rows are copied that have changed:
 
-    seeds | temperatures … | tokens | positions | lengths | block table [rows, pages]
+    seeds | temperatures … | positions | lengths | tokens              block table [rows, pages]
 
 so that the step for 1, 2, 4, … rows is recorded once and replayed. A step writes the tokens that it chose where the next one
 reads them, so that one more step of the same rows may be launched before the host knows them. Rows without a sequence stand at
@@ -72,7 +73,7 @@ class _RowArrays:
         fields = {"seed": (np.uint64, (rows,))}
         fields |= dict.fromkeys(("temperature", "repetition_penalty", "top_p", "min_p"), (np.float32, (rows,)))
         fields |= dict.fromkeys(("top_k", "step", "seen_row", "position", "length"), (np.int32, (rows,)))
-        fields |= {"table": (np.int32, (rows, pages)), "token": (np.int32, (rows,))}  # the token last: see ``upload``
+        fields["token"] = (np.int32, (rows,))  # the last: see ``upload``
         sizes = {name: np.dtype(dtype).itemsize * int(np.prod(shape)) for name, (dtype, shape) in fields.items()}
         self.image = np.zeros(sum(sizes.values()), np.uint8)
         self.memory = backend.zeros(self.image.shape, self.image.dtype)
@@ -84,6 +85,8 @@ class _RowArrays:
             self.host[name] = self.image[here].view(dtype).reshape(shape)
             self.device[name] = backend.view_bytes(self.memory[here], dtype, shape)
             at = here.stop
+        self.table = backend.zeros((rows, pages), INT32)
+        self.host_table = np.zeros((rows, pages), np.int32)
 
     def set_choice(self, i, choice):
         """How row i's token is chosen, but for its step."""
@@ -98,6 +101,15 @@ class _RowArrays:
         host["min_p"][i] = 0.0 if options.min_p is None else options.min_p
         host["top_k"][i] = options.top_k or 0
         host["seen_row"][i] = 0 if choice.seen is None else choice.seen
+
+    def set_table(self, rows):
+        """The first columns of the first rows of the table, int32; copied to the device are those rows that have changed."""
+        held = self.host_table[: rows.shape[0], : rows.shape[1]]
+        changed = np.flatnonzero((held != rows).any(axis=1))
+        if changed.size:
+            held[changed] = rows[changed]
+            span = slice(changed[0], changed[-1] + 1)
+            backend.overwrite_at_once(self.table[span], self.host_table[span])
 
     def upload(self, tokens=True):
         """One copy to the device; with or without the tokens."""
@@ -201,9 +213,10 @@ class Runner:
             return
         count, longest = len(rows), max(row.position for row in rows) + 1
         bucket = min(1 << (count - 1).bit_length(), self.max_rows)
-        self._fill(rows, bucket, tokens_known)
+        pages = self._table_pages(longest)
+        self._fill(rows, bucket, pages, tokens_known)
         greedy = all(row.choice.greedy for row in rows)
-        self._last = (bucket, self._table_pages(longest), greedy)
+        self._last = (bucket, pages, greedy)
         chosen = self.rows.device["token"][:count]
         if self.synchronous:
             self._step(*self._last)
@@ -227,7 +240,7 @@ class Runner:
             pages *= 2
         return min(pages, self.cache.capacity // self.cache.page_size)
 
-    def _fill(self, rows, bucket, tokens_known):
+    def _fill(self, rows, bucket, pages, tokens_known):
         host, count = self.rows.host, len(rows)
         sequences, tokens, positions, choices, steps = zip(*rows, strict=True)
         if tokens_known:
@@ -235,12 +248,12 @@ class Runner:
             host["token"][count:bucket] = 0
         host["position"][:count] = positions
         host["length"][:count] = host["position"][:count] + 1
-        host["table"][:count] = self.cache.table_rows(list(sequences))
         host["position"][count:bucket] = -1
         host["length"][count:bucket] = 0
         for i, choice in enumerate((*choices, *(GREEDY,) * (bucket - count))):
             self.rows.set_choice(i, choice)
         host["step"][:count] = steps
+        self.rows.set_table(self.cache.table_rows(list(sequences), pages))
         self.rows.upload(tokens_known)
 
     def _run_graph(self, key):
@@ -264,7 +277,7 @@ class Runner:
 
     def _step(self, bucket, pages, greedy):
         device = self.rows.device
-        arrays = (device["table"][:bucket, :pages], device["position"][:bucket], device["length"][:bucket])
+        arrays = (self.rows.table[:bucket, :pages], device["position"][:bucket], device["length"][:bucket])
         reading = _Reading(self.cache.layers, *arrays)
         transformer = self.transformer
         with overlapping(), planned_as(self.max_rows):
