@@ -1,7 +1,8 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give rows for the
-harness, which needs torch and a GPU.
+``generate``, ``loading`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give
+rows for the harness, which needs torch and a GPU. ``check`` compares
+with kept results: see ``python -m benchmarks check --help``.
 """
 
 import argparse
@@ -11,7 +12,12 @@ from pathlib import Path
 
 from benchmarks import harness
 
-ANY_DEVICE = ("emulator", "generate", "quality")  # these measure by themselves; the others need torch and a GPU
+ANY_DEVICE = (
+    "emulator",
+    "generate",
+    "loading",
+    "quality",
+)  # these measure by themselves; the others need torch and a GPU
 
 
 def names():
@@ -22,6 +28,10 @@ def names():
 
 def main():
     """Run one benchmark."""
+    if sys.argv[1:2] == ["check"]:
+        from benchmarks import check
+
+        sys.exit(check.main(sys.argv[2:]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time the operations on the GPU at hand.")
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")

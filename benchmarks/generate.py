@@ -20,11 +20,11 @@ from nbkernels import ops
 from nbkernels.arrays import bfloat16
 from nbkernels.launch.device import current
 from nbkernels.model import backend, demo_model
-from nbkernels.model.config import ModelConfig
+from nbkernels.model.config import ModelConfig, Rotary
 from nbkernels.model.engine import Engine
 from nbkernels.model.generation import LanguageModel
 from nbkernels.model.session import Session
-from nbkernels.model.transformer import QUANTIZATIONS, Layer, Transformer
+from nbkernels.model.transformer import QUANTIZATIONS, Layer, Transformer, Weights
 
 PROMPT = "Once upon a time, there was a little robot who"
 NEW_TOKENS = 256
@@ -35,11 +35,11 @@ VARIANTS = {
 }
 LLAMA = ModelConfig(
     architecture="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, feed_forward=14336, vocab=128256,
-    context=8448, rope_dim=128, rope_base=500000.0, norm_eps=1e-5,
+    context=8448, rope_dim=128, rotaries=(Rotary(base=500000.0),), norm_eps=1e-5,
 )  # fmt: skip
 SMOLLM2 = ModelConfig(
     architecture="llama", layers=30, hidden=576, heads=9, kv_heads=3, head_dim=64, feed_forward=1536, vocab=49152,
-    context=8448, rope_dim=64, rope_base=100000.0, norm_eps=1e-5,
+    context=8448, rope_dim=64, rotaries=(Rotary(base=100000.0),), norm_eps=1e-5,
 )  # fmt: skip
 # (name, config, whether the head is the embedding, quantize)
 MODELS = (
@@ -101,16 +101,19 @@ class RandomMatrices:
 def random_transformer(config, tied, quantize, dtype=bfloat16, elements=RANDOM_ELEMENTS):
     """A Transformer of random weights on the current device; tied: whether the head is the embedding."""
     matrix = RandomMatrices(dtype, quantize, elements)
-    norm = backend.place(np.ones(config.hidden, dtype))
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    norm = Weights(backend.place(np.ones(config.hidden, dtype)))
     layers = [
         Layer(
             attention_norm=norm,
-            qkv=matrix(width + 2 * kv_width, config.hidden),
-            output=matrix(config.hidden, width),
+            qkv=Weights(matrix(config.q_width + 2 * config.kv_width, config.hidden)),
+            q_norm=None,
+            k_norm=None,
+            output=Weights(matrix(config.hidden, config.q_width)),
+            post_attention_norm=None,
             feed_forward_norm=norm,
-            gate_up=matrix(2 * config.feed_forward, config.hidden),
-            down=matrix(config.hidden, config.feed_forward),
+            gate_up=Weights(matrix(2 * config.feed_forward, config.hidden)),
+            down=Weights(matrix(config.hidden, config.feed_forward)),
+            post_feed_forward_norm=None,
         )
         for _ in range(config.layers)
     ]
@@ -135,7 +138,7 @@ def key_value_bytes(config, dtype):
 
 def prompt_flops(config, tokens):
     """Products and attention of a prompt: 2 a weight and token, and 4 · head_dim a head and pair of a query and a key it sees."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    width, kv_width = config.q_width, config.kv_width
     weights = config.hidden * (2 * width + 2 * kv_width + 3 * config.feed_forward)
     pairs = tokens * (tokens + 1) // 2
     return config.layers * (2 * weights * tokens + 4 * width * pairs)
@@ -313,7 +316,7 @@ def peer_step(config, rows, quantize, layers=4):
     if torch is None or not torch.cuda.is_available():
         return None
     torch._dynamo.reset()  # else the shapes of earlier calls count towards its limit, and it stops compiling
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    width, kv_width = config.q_width, config.kv_width
     shapes = [
         (width + 2 * kv_width, config.hidden),
         (config.hidden, width),

@@ -22,7 +22,16 @@ def _rows(operation, ours, peer, rows, columns, tensors):
         flops=5 * count,
         make=lambda: [_random(rows, columns) for _ in range(2)],
         calls={"nbkernels": ours, "torch": peer, "torch.compile": torch.compile(peer, dynamic=False)},
+        copied=True,
     )
+
+
+def _quantised_norm(x, residual, weight):
+    """What ``rms_norm(…, quantize="int8")`` gives: values, a scale a row, and the sum."""
+    total = x + residual
+    normed = F.rms_norm(total, total.shape[-1:], weight, 1e-6).float()
+    scale = normed.abs().amax(-1, keepdim=True) / 127
+    return torch.round(normed / scale).to(torch.int8), scale, total
 
 
 def _row_cases():
@@ -45,6 +54,16 @@ def _row_cases():
             columns,
             tensors=4,
         )
+        quantised = _rows(
+            "add + rms_norm to int8",
+            lambda s, w=weight: nbk.rms_norm(s[0], w, residual=s[1], quantize="int8"),
+            lambda s, w=weight: _quantised_norm(s[0], s[1], w),
+            rows,
+            columns,
+            tensors=3,
+        )
+        quantised.bytes += rows * (columns + 4)
+        yield quantised
         yield _rows(
             "silu_mul",
             lambda s: nbk.silu_mul(s[0], s[1]),
@@ -53,6 +72,40 @@ def _row_cases():
             columns,
             tensors=3,
         )
+
+
+def _rotary_cases():
+    """A prompt and a batch of tokens appended to a cache that has room for them, in bfloat16 and in int8."""
+    heads, kv_heads, head_dim, most = 32, 8, 128, 4096
+    angles = torch.outer(torch.arange(most, device="cuda"), 1e4 ** (-torch.arange(0, 64, device="cuda") / 64))
+    cos, sin = angles.cos(), angles.sin()
+    for batch, tokens in ((1, 4096), (64, 1)):
+        for dtype in (torch.bfloat16, torch.int8):
+
+            def make(b=batch, t=tokens, d=dtype):
+                length = max(t, 512)  # of the caches
+                fused = _random(b, t, heads + 2 * kv_heads, head_dim)
+                caches = [torch.zeros(b, length, kv_heads, head_dim, device="cuda", dtype=d) for _ in range(2)]
+                scales = [torch.zeros(b, length, kv_heads, device="cuda") for _ in range(2)]
+                return fused, torch.zeros(b, device="cuda", dtype=torch.int32), caches, scales
+
+            def ours(s, d=dtype):
+                fused, positions, caches, scales = s
+                q, k, v = fused.split([heads, kv_heads, kv_heads], dim=2)
+                named = {"k_scales": scales[0], "v_scales": scales[1]} if d == torch.int8 else {}
+                return nbk.rotary_append(q, k, v, cos, sin, positions, *caches, **named)
+
+            written = 2 * kv_heads * (head_dim * dtype.itemsize + (4 if dtype == torch.int8 else 0))
+            yield Case(
+                "rotary_append" + (" to int8" if dtype == torch.int8 else ""),
+                f"{batch}×{tokens}×{heads}/{kv_heads}×{head_dim}",
+                "bfloat16",
+                bytes=batch * tokens * (2 * head_dim * (2 * heads + 2 * kv_heads) + written),
+                flops=3 * batch * tokens * head_dim * (heads + kv_heads),
+                make=make,
+                calls={"nbkernels": ours},
+                copied=True,
+            )
 
 
 def _matmul_cases():
@@ -148,6 +201,7 @@ def _token_cases():
 def cases():
     """All of them."""
     yield from _row_cases()
+    yield from _rotary_cases()
     yield from _matmul_cases()
     yield from _attention_cases()
     yield from _token_cases()

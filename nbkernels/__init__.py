@@ -2,12 +2,13 @@
 
 The names below are imported when first used, so that ``import nbkernels`` costs nothing and needs no GPU:
 
-    softmax, layer_norm, rms_norm, gelu, silu_mul, matmul, quantize_int8, int8_matmul, embedding,
+    softmax, layer_norm, rms_norm, gelu, silu_mul, gelu_mul, soft_cap, matmul, quantize_int8, int8_matmul, embedding,
     rotary_append, attention, paged_attention,
     argmax, sample, sample_rows                               the operations, see ``nbkernels.ops``
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
+    profile                                       why a call takes its time, see ``nbkernels.profiling.profile``
     load, LanguageModel, KVCache, OutOfPages      the runtime, see ``nbkernels.model``
     Engine, Request, QueueFull, Cancelled         requests that come and go, see ``nbkernels.model.engine``
 """
@@ -24,6 +25,8 @@ _HOME = {
             "rms_norm",
             "gelu",
             "silu_mul",
+            "gelu_mul",
+            "soft_cap",
             "matmul",
             "quantize_int8",
             "int8_matmul",
@@ -40,10 +43,12 @@ _HOME = {
     ),
     **dict.fromkeys(("Int8Weight", "DeviceArray"), "nbkernels.arrays"),
     "device": "nbkernels.launch.device",
-    **dict.fromkeys(("load", "LanguageModel"), "nbkernels.model.generation"),
+    "load": "nbkernels.model.loading",
+    "LanguageModel": "nbkernels.model.generation",
     **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
     **dict.fromkeys(("Engine", "Request", "QueueFull", "Cancelled"), "nbkernels.model.engine"),
     "overlapping": "nbkernels.launch.overlap",
+    "profile": "nbkernels.profiling.profile",
 }
 
 __all__ = sorted(_HOME)

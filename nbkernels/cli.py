@@ -1,6 +1,7 @@
-"""The console command: ``nbkernels generate``, ``nbkernels serve`` and ``nbkernels inspect``."""
+"""The console command: ``nbkernels generate``, ``serve``, ``profile``, ``inspect`` and their like."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ import sys
 from nbkernels import __version__
 from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import KINDS
+
+QUANTIZATIONS = ("int8", "int8-rows", "int8-activations")
 
 
 def build_parser():
@@ -24,18 +27,78 @@ def build_parser():
     add_serve_arguments(serve)
     serve.set_defaults(run=serve_command)
     inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
-    inspect.add_argument("operation", help="softmax, attention, decode, int8_matmul, …")
-    inspect.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89 or sm_90a (default)")
-    inspect.add_argument("--ptx", action="store_true", help="print the compiled PTX in place of the counts")
+    inspect.add_argument(
+        "operation", help="softmax, attention, decode, int8_matmul, …, or a kernel of yours: path.py:function"
+    )
+    inspect.add_argument(
+        "--shape", metavar="AxBx…", help="the extents (default: a small shape, which the emulator runs)"
+    )
+    inspect.add_argument("--signature", metavar="TYPES", help="of your kernel's arguments: 'float32[::1], int32'")
+    inspect.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float32, float16 or bfloat16 (default)")
+    inspect.add_argument("--arch", default="sm_90a", help="sm_80, sm_86, sm_89, sm_90a (default), sm_100a, …")
+    views = inspect.add_mutually_exclusive_group()
+    views.add_argument("--ptx", action="store_true", help="the PTX, beside the Python line it came from")
+    views.add_argument("--sass", action="store_true", help="the machine code, with live registers")
+    views.add_argument("--source", action="store_true", help="a line of Python a row, with all that is known of it")
     inspect.set_defaults(run=inspect_command)
+    convert = commands.add_parser("convert", help="write a checkpoint quantised, which loads faster, or as safetensors")
+    convert.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a GGUF file")
+    convert.add_argument("out", metavar="OUT", help="a new folder")
+    convert.add_argument(
+        "--quantize",
+        choices=("int8", "int8-rows", "int8-activations"),
+        help="as of generate; without it OUT is a plain Hugging Face folder",
+    )
+    convert.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
+    convert.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="of what is not quantised")
+    convert.set_defaults(run=convert_command)
+    add_profile_command(commands)
+    tune = commands.add_parser(
+        "tune", help="measure an operation's launches on this GPU, and keep the fastest for later runs"
+    )
+    tune.add_argument("operation", nargs="?", help="matmul or int8_matmul (default: both)")
+    tune.add_argument("--shape", metavar="AxBx…", help="one shape (default: some usual ones)")
+    tune.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float16 or bfloat16 (default)")
+    tune.set_defaults(run=tune_command)
+    doctor = commands.add_parser(
+        "doctor", help="what is wrong with this installation, or what a checkpoint is, and what mends it"
+    )
+    doctor.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, a GGUF file or what convert wrote"
+    )
+    doctor.set_defaults(run=doctor_command)
     return parser
+
+
+def add_profile_command(commands):
+    """``profile``."""
+    profile = commands.add_parser(
+        "profile", help="which limit an operation stands at, and how its launches fill the card"
+    )
+    profile.add_argument("operation", nargs="?", help="softmax, attention, decode, matmul, …")
+    profile.add_argument("--model", metavar="PATH", help="a whole model: a decode step and a prefill, on a GPU")
+    profile.add_argument("--quantize", choices=QUANTIZATIONS, help="of the model's matrices, as for generate")
+    profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens before the model's decode step")
+    profile.add_argument("--trace", metavar="FILE", help="write the model's timelines for chrome://tracing or Perfetto")
+    profile.add_argument("--shape", metavar="AxBx…", help="the extents, as 16384x4096 (default: a usual shape)")
+    profile.add_argument("--dtype", default="bfloat16", metavar="DTYPE", help="float32, float16 or bfloat16 (default)")
+    profile.add_argument(
+        "--gpu", metavar="NAME", help="judge by a card's published figures: A100, H100, H200, RTX 4090"
+    )
+    profile.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    profile.add_argument("--plot", metavar="FILE.svg", help="draw a roofline")
+    profile.add_argument("--no-peers", action="store_true", help="time nothing but ours")
+    profile.set_defaults(run=profile_command)
 
 
 def add_generate_arguments(parser):
     """The arguments of ``generate``."""
     parser.add_argument("prompt", nargs="?", help="text to continue; read from standard input where it is left out")
-    parser.add_argument("--model", metavar="PATH", help="a GGUF file (default: the demo's SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="a Hugging Face folder or a GGUF file (default: the demo's SmolLM2-135M-Instruct)",
+    )
     parser.add_argument(
         "--chat", action="store_true", help="a conversation: the prompt is the first message, or type them"
     )
@@ -62,7 +125,7 @@ def add_load_arguments(parser):
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8", "int8-rows", "int8-activations"),
+        choices=QUANTIZATIONS,
         help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
     )
 
@@ -94,7 +157,7 @@ def add_serve_arguments(parser):
 def serve_command(options):
     """Load a model and serve it until interrupted. Returns the exit status."""
     from nbkernels.model.engine import Engine
-    from nbkernels.model.generation import load
+    from nbkernels.model.loading import load
     from nbkernels.server import serve
 
     if sys.stderr.isatty():
@@ -103,14 +166,14 @@ def serve_command(options):
     names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context")
     limits = {name: getattr(options, name) for name in names}
     engine = Engine(model, **limits)
-    serve(engine, name=options.name or os.path.basename(options.model), host=options.host, port=options.port)
+    serve(engine, name=options.name or os.path.basename(os.path.normpath(options.model)), host=options.host, port=options.port)
     return 0
 
 
 def generate_command(options):
     """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
     from nbkernels.model import demo_model
-    from nbkernels.model.generation import load
+    from nbkernels.model.loading import load
     from nbkernels.model.sampling import SamplingOptions
 
     interactive = options.chat and options.prompt is None and sys.stdin.isatty()
@@ -143,17 +206,141 @@ def generate_command(options):
     return 0
 
 
-def inspect_command(options):
-    """Print what each source line of an operation's kernels did on the emulator, or their PTX. Returns the exit status."""
-    from nbkernels.profiling.inspect import launches, ptx_of
+def convert_command(options):
+    """Write a checkpoint in another form. Returns the exit status."""
+    import numpy as np
 
-    if options.ptx:
-        for text in ptx_of(options.operation, dtype=options.dtype, arch=options.arch):
-            print(text)
-        return 0
-    for plan, report in launches(options.operation, dtype=options.dtype, arch=options.arch):
-        print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
-        report.print()
+    from nbkernels.arrays import bfloat16
+    from nbkernels.model import saved
+    from nbkernels.model.loading import load, naming, open_checkpoint, read_tokenizer
+
+    if options.quantize:
+        model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
+        saved.save(model, options.out, quantize=options.quantize)
+    else:
+        dtype = bfloat16 if options.dtype == "bfloat16" else np.dtype(options.dtype or "float32")
+        with naming(options.model):
+            checkpoint = open_checkpoint(options.model)
+            saved.write_huggingface(checkpoint, read_tokenizer(checkpoint), options.out, dtype=dtype)
+    print(f"wrote {options.out}")
+    return 0
+
+
+def _examine_checkpoint(path):
+    """Print what a checkpoint is. Returns the exit status: 0 where it runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nbkernels.model.doctor import examine
+
+    facts, faults = examine(path)
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(name, value)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for fault in faults:
+        console.print(f"does not run: {fault}")
+    if not faults:
+        console.print("runs")
+    return 1 if faults else 0
+
+
+def inspect_command(options):
+    """Print what each source line of some kernels does, or their PTX or SASS. Returns the exit status."""
+    from rich.console import Console
+
+    from nbkernels.profiling import inspect
+
+    own = ".py:" in options.operation
+    if not own and options.signature:
+        raise ValueError("--signature is for a kernel of yours: path.py:function")
+    if own:
+        found = [inspect.own_kernel(options.operation, options.signature, arch=options.arch)]
+    else:
+        choice = {"dtype": options.dtype, "arch": options.arch, "shape": options.shape}
+        if not (options.ptx or options.sass or options.source):
+            for plan, report in inspect.launches(options.operation, **choice):
+                print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
+                report.print()
+            return 0
+        found = inspect.kernels(options.operation, **choice, run=options.source)
+    for kernel in found:
+        if options.ptx:
+            print(inspect.ptx_listing(kernel))
+        elif options.sass:
+            print(inspect.sass_listing(kernel))
+        else:
+            Console(highlight=False).print(inspect.source_table(kernel))
+    return 0
+
+
+def profile_command(options):
+    """Profile an operation or a model and print what was found. Returns the exit status."""
+    if (options.operation is None) == (options.model is None):
+        raise ValueError("wanted an operation (nbkernels profile softmax) or --model PATH")
+    if options.model is not None:
+        return _profile_model(options)
+    if options.trace:
+        raise ValueError("--trace is for a whole model: --model PATH")
+    from nbkernels.profiling.profile import profile_operation
+
+    found = profile_operation(
+        options.operation, shape=options.shape, dtype=options.dtype, gpu=options.gpu, peers=not options.no_peers
+    )
+    picture = found.svg() if options.plot else None
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
+    else:
+        found.print()
+    if options.plot:
+        with open(options.plot, "w") as file:
+            file.write(picture)
+    return 0
+
+
+def tune_command(options):
+    """Measure candidates on the GPU and print what was kept. Returns the exit status."""
+    from nbkernels.profiling.tune import tune
+
+    if options.shape and options.operation is None:
+        raise ValueError("--shape is of one operation: nbkernels tune matmul --shape …")
+    found = 0
+    for found, choice in enumerate(tune(options.operation, shape=options.shape, dtype=options.dtype), 1):  # noqa: B007
+        timed = choice.best_timing
+        print(
+            f"{choice.heuristic.factory.__name__.removesuffix('_kernel')} {choice.call}: {timed.microseconds:.2f} µs "
+            f"({timed.low:.2f} to {timed.high:.2f}), {choice.gain:.1%} less than the heuristic's "
+            f"{choice.heuristic_timing.microseconds:.2f}; {choice.tried} tried, {choice.stopped} stopped early"
+        )
+    if not found:
+        print("nothing to choose: on this GPU other kernels serve these shapes")
+    return 0
+
+
+def doctor_command(options):
+    """Print what is right and wrong with the installation, or a checkpoint. Returns the exit status, 1 for what is wrong."""
+    if options.model is not None:
+        return _examine_checkpoint(options.model)
+    from nbkernels.profiling.doctor import examine, report
+
+    return report(examine())
+
+
+def _profile_model(options):
+    from nbkernels.model.loading import load
+    from nbkernels.model.timeline import timelines
+    from nbkernels.profiling.timeline import chrome_trace
+
+    found = timelines(load(options.model, device="cuda", quantize=options.quantize), context=options.context)
+    if options.json:
+        print(json.dumps([timeline.as_dict() for timeline in found], indent=1))
+    else:
+        for timeline in found:
+            timeline.print()
+    if options.trace:
+        with open(options.trace, "w") as file:
+            file.write(chrome_trace(found))
     return 0
 
 

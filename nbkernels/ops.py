@@ -22,7 +22,7 @@ from nbkernels.launch import memory
 from nbkernels.launch.device import DeviceError, cuda_device, current
 from nbkernels.launch.replay import replayed
 
-ACTIVATIONS = (None, "silu", "gelu", "silu_mul")
+ACTIVATIONS = (None, "silu", "gelu", "gelu_exact", "silu_mul")
 INT8_DEPTH = 2**17  # from so many columns on 128 · 128 · columns may not fit into int32
 INT8, FLOAT32 = np.dtype(np.int8), np.dtype(np.float32)
 
@@ -482,19 +482,48 @@ def silu_mul(gate, up, *, out=None, stream=None):
 
     out may be gate or up.
     """
+    return _gated("silu", gate, up, out, stream)
+
+
+@replayed
+def gelu_mul(gate, up, *, out=None, stream=None):
+    """gelu(gate) · up, gelu in its tanh form; arguments as ``silu_mul``."""
+    return _gated("gelu", gate, up, out, stream)
+
+
+def _gated(activation, gate, up, out, stream):
     call = _Call(stream, ("out",), gate=gate, up=up, out=out)
     dtype = _check_float(gate=call.gate, up=call.up)
     _check_shape("up", call.up, call.gate.shape)
     if call.on_host:
         _check_out(call, call.gate.shape, dtype)
-        return _finish_host(reference.silu_mul(call.gate, call.up), gate, out)
+        return _finish_host(getattr(reference, f"{activation}_mul")(call.gate, call.up), gate, out)
     _check_contiguous_last(gate=call.gate, up=call.up, out=call.out)
     y = call.result(call.gate.shape, dtype, out)
     _check_overlap(call.out, same=[("gate", call.gate), ("up", call.up)])
     if y.size:
-        run = _kernels("activation").run_silu_mul
+        run = _kernels("activation").run_gated
         for rows, other, result in _merge_rows((call.gate, call.up, y)):
-            run(rows, other, result, call.device, call.stream)
+            run(rows, other, activation, result, call.device, call.stream)
+    return call.hand_out(y, call.returned)
+
+
+@replayed
+def soft_cap(x, cap, *, out=None, stream=None):
+    """cap · tanh(x / cap): logits held within a positive number cap (Gemma 2). x [..., columns]; out may be x."""
+    call = _Call(stream, ("out",), x=x, out=out)
+    dtype = _check_float(x=call.x)
+    _check_number("cap", cap, positive=True)
+    if call.on_host:
+        _check_out(call, call.x.shape, dtype)
+        return _finish_host(reference.soft_cap(call.x, cap), x, out)
+    _check_contiguous_last(x=call.x, out=call.out)
+    y = call.result(call.x.shape, dtype, out)
+    _check_overlap(call.out, same=[("x", call.x)])
+    if y.size:
+        run = _kernels("activation").run_soft_cap
+        for rows, result in _merge_rows((call.x, y)):
+            run(rows, result, float(cap), call.device, call.stream)
     return call.hand_out(y, call.returned)
 
 
@@ -519,7 +548,7 @@ def _finish_host(values, first, out):
 def matmul(x, weight, *, bias=None, residual=None, activation=None, plan_rows=None, out=None, stream=None):
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
 
-    activation: None, "silu" or "gelu" (tanh form). out may be residual.
+    activation: None, "silu", "gelu" (tanh form) or "gelu_exact". out may be residual.
 
     activation="silu_mul" is the gated unit of SwiGLU: row 2i of weight [2·n, in] is a gate's row i, row 2i + 1 an up's, the bias
     likewise, and the result [..., n] is silu(gate) · up of the two products in float32, rounded once. There is no residual.
@@ -588,7 +617,7 @@ def int8_matmul(
     _check_dtype(np.float32, **{"weight.scales": call.scales})
     described = Int8Weight(call.values, call.scales, weight.group_size)
     if activation == "silu_mul" and (quantised or activations == "int8"):
-        raise ValueError("activation: 'silu_mul', wanted None, 'silu' or 'gelu' with int8 activations")
+        raise ValueError("activation: 'silu_mul', wanted None, 'silu', 'gelu' or 'gelu_exact' with int8 activations")
     shape = _check_matmul(call, described, activation, plan_rows)
     if quantised or activations == "int8":
         return _int8_by_int8(call, x, first, described, shape, dtype, activation, out, plan_rows)
@@ -801,16 +830,26 @@ def _finish_int8_host(call, quantised, first, out):
 
 
 @replayed
-def embedding(ids, table, *, dtype=None, out=None, stream=None):
-    """table[ids]. ids int32 [...]; table [vocab, hidden] float, or an Int8Weight -> [..., hidden].
+def embedding(ids, table, *, dtype=None, scale=1.0, positions=None, position_table=None, out=None, stream=None):
+    """table[ids] · scale + position_table[p]. ids int32 [...]; table [vocab, hidden] float, or an Int8Weight -> [..., hidden].
+
+    position_table [count, hidden] of the result's dtype, with positions int32 [batch]: ids are [batch, tokens], and token t of
+    sequence b stands at p = positions[b] + t. A position outside of the table adds nothing on the device, ValueError on the CPU.
 
     dtype: of the result of an Int8Weight (default float32); a dense table gives its own. An id outside the vocabulary reads
     nothing and gives a row of zeros on the device, ValueError on the CPU.
     """
     quantised = isinstance(table, Int8Weight)
     parts = {"values": table.values, "scales": table.scales} if quantised else {"table": table}
-    call = _Call(stream, ("out",), ids=ids, **parts, out=out)
-    _check_dtype(np.int32, ids=call.ids)
+    call = _Call(
+        stream, ("positions", "position_table", "out"),
+        ids=ids, **parts, positions=positions, position_table=position_table, out=out,
+    )  # fmt: skip
+    _check_dtype(np.int32, ids=call.ids, positions=call.positions)
+    _check_number("scale", scale)
+    if (call.positions is None) != (call.position_table is None):
+        missing, given = ("positions", "position_table")[:: 1 if call.positions is None else -1]
+        raise TypeError(f"{missing}: None, wanted an array beside {given}")
     if quantised:
         _check_dtype(np.int8, **{"table.values": call.values})
         _check_dtype(np.float32, **{"table.scales": call.scales})
@@ -826,22 +865,39 @@ def embedding(ids, table, *, dtype=None, out=None, stream=None):
         raise TypeError(f"dtype: {dtype}, wanted float32, float16 or bfloat16")
     _check_axes("table", described, ("vocab", "hidden"))
     shape = (*call.ids.shape, described.shape[1])
+    if call.positions is not None:
+        _check_axes("ids", call.ids, ("batch", "tokens"))
+        _check_shape("positions", call.positions, call.ids.shape[:1])
+        _check_axes("position_table", call.position_table, ("count", "hidden"))
+        _check_shape("position_table", call.position_table, (call.position_table.shape[0], shape[-1]))
+        _check_dtype(dtype, position_table=call.position_table)
     if call.on_host:
         _check_out(call, shape, dtype)
         if call.ids.size and (call.ids.min() < 0 or call.ids.max() >= described.shape[0]):
             raise ValueError(f"ids: {call.ids.min()} to {call.ids.max()} for a vocabulary of {described.shape[0]}")
-        return _finish_host(reference.embedding(call.ids, described, dtype=dtype), ids, out)
+        if call.positions is not None and call.ids.size:
+            first, last = int(call.positions.min()), int(call.positions.max()) + call.ids.shape[1] - 1
+            if first < 0 or last >= call.position_table.shape[0]:
+                raise ValueError(f"positions: {first} to {last} for a table of {call.position_table.shape[0]}")
+        value = reference.embedding(
+            call.ids, described, dtype=dtype, scale=scale,
+            positions=call.positions, position_table=call.position_table,
+        )  # fmt: skip
+        return _finish_host(value, ids, out)
     dense = described.values if quantised else described
-    _check_contiguous_last(table=dense, out=call.out)
+    _check_contiguous_last(table=dense, positions=call.positions, position_table=call.position_table, out=call.out)
     if not call.ids.is_contiguous:
         raise ValueError(f"ids: strides {call.ids.strides}, wanted a contiguous array")
     if call.out is not None and not call.out.is_contiguous:
         raise ValueError(f"out: strides {call.out.strides}, wanted a contiguous array")
     y = call.result(shape, dtype, out)
-    _check_overlap(call.out, other=[("table", dense)])
+    _check_overlap(call.out, other=[("table", dense), ("position_table", call.position_table)])
     if y.size:
         flat = y.reshape(-1, shape[-1])
-        _kernels("embedding").run(call.ids.reshape(-1), described, flat, call.device, call.stream)
+        _kernels("embedding").run(
+            call.ids.reshape(-1), described, flat, call.device, call.stream, scale=float(scale),
+            positions=call.positions, position_table=call.position_table, tokens=shape[-2] if call.ids.ndim == 2 else 1,
+        )  # fmt: skip
     return call.hand_out(y, call.returned)
 
 

@@ -85,12 +85,22 @@ def silu_mul(gate, up):
     return (_silu(_work(gate)) * _work(up)).astype(gate.dtype, copy=False)
 
 
+def gelu_mul(gate, up):
+    """gelu(gate) · up, gelu in its tanh form, element by element (GeGLU of Shazeer 2020)."""
+    return (_gelu_tanh(_work(gate)) * _work(up)).astype(gate.dtype, copy=False)
+
+
+def soft_cap(x, cap):
+    """cap · tanh(x / cap), element by element (the logits of Gemma 2)."""
+    return (cap * np.tanh(_work(x) / cap)).astype(x.dtype, copy=False)
+
+
 def _gated(x):
     """silu(columns 0, 2, …) · columns 1, 3, …"""
     return _silu(x[..., 0::2]) * x[..., 1::2]
 
 
-_ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh, "silu_mul": _gated}
+_ACTIVATIONS = {None: lambda x: x, "silu": _silu, "gelu": _gelu_tanh, "gelu_exact": _gelu_erf, "silu_mul": _gated}
 
 
 def matmul(x, weight, *, bias=None, residual=None, activation=None):
@@ -187,12 +197,25 @@ def int8_matmul(x, weight, *, bias=None, residual=None, activation=None, activat
     return product.astype(dtype, copy=False)
 
 
-def embedding(ids, table, *, dtype=None):
-    """table[ids]. ids int32 [...], table [vocab, hidden] or Int8Weight -> [..., hidden] in dtype."""
+def embedding(ids, table, *, dtype=None, scale=1.0, positions=None, position_table=None):
+    """table[ids] · scale + position_table[p]. ids int32 [...], table [vocab, hidden] or Int8Weight -> [..., hidden] in dtype.
+
+    With position_table [count, hidden] ids are [batch, tokens], and token t of sequence b stands at p = positions[b] + t.
+    """
     if isinstance(table, Int8Weight):
         rows = Int8Weight(table.values[ids.ravel()], table.scales[ids.ravel()], table.group_size)
-        return dequantize_int8(rows, dtype or np.float32).reshape(*ids.shape, -1)
-    return table[ids].astype(dtype or table.dtype, copy=False)
+        dtype = np.dtype(dtype or np.float32)
+        plain = scale == 1 and position_table is None
+        values = dequantize_int8(rows, dtype if plain else np.float64 if dtype == np.float64 else np.float32).reshape(
+            *ids.shape, -1
+        )
+    else:
+        values, dtype = table[ids], dtype or table.dtype
+    if scale != 1:
+        values = _work(values) * scale
+    if position_table is not None:
+        values = _work(values) + _work(position_table[positions[:, None] + np.arange(ids.shape[1])])
+    return values.astype(dtype, copy=False)
 
 
 def _rotate(x, cos, sin, out):

@@ -106,6 +106,8 @@ rows("rms_norm float32, residual", "rms_norm", F32, (3, 2052), weight=F32, resid
 rows("rms_norm bfloat16, tiled", "rms_norm", BF16, (2, 16389), residual=True)
 rows("gelu float32", "gelu", F32, (5, 701))
 rows("silu_mul bfloat16", "silu_mul", BF16, (3, 96), inputs=2)
+rows("gelu_mul float16", "gelu_mul", F16, (3, 71), inputs=2)
+rows("soft_cap bfloat16", "soft_cap", BF16, (3, 96), shift=2.0, cap=3.0)
 
 
 # ---- products -----------------------------------------------------------------------------------------------------------
@@ -461,6 +463,23 @@ _IDS = np.array([3, 1, 4, 0], np.int32)
 def embedded():
     table = to_device(random((5, 70), BF16, 0))
     return [to_host(nbk.embedding(to_device(_IDS), table, out=poisoned((4, 70), BF16)))]
+
+
+def _positions():
+    return np.array([1], np.int32), random((5, 72), F16, 1)
+
+
+@case(
+    "embedding, scaled, with positions",
+    BOUND[F16],
+    0,
+    lambda: [random((5, 72), F16, 0).astype(np.float64)[_IDS] * 3 + _positions()[1].astype(np.float64)[1:]],
+)
+def _embedding_positions():
+    positions, more = map(to_device, _positions())
+    table, ids = to_device(random((5, 72), F16, 0)), to_device(_IDS[None])
+    options = {"positions": positions, "position_table": more, "scale": 3.0}
+    return [to_host(nbk.embedding(ids, table, **options, out=poisoned((1, 4, 72), F16)))[0]]
 
 
 @case("embedding, int8", BOUND[F32], 0, lambda: [reference.dequantize_int8(_quantised(), np.float64)[_IDS]])

@@ -1,4 +1,4 @@
-"""GELU and the gated SiLU against the float64 reference."""
+"""GELU, the gated units and the soft cap against the float64 reference."""
 
 import numpy as np
 import pytest
@@ -12,14 +12,25 @@ COLUMNS = (1, 7, 8, 9, 1032, 5000)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_silu_mul_of_halves(device, dtype, columns):
+def test_gated_halves(device, dtype, operation, columns):
     fused = random((5, 2 * columns), dtype, 0)
     whole = to_device(fused)
     out = poisoned((5, columns), dtype)
-    nbk.silu_mul(whole[:, :columns], whole[:, columns:], out=out)
+    getattr(nbk, operation)(whole[:, :columns], whole[:, columns:], out=out)
     exact = fused.astype(np.float64)
-    assert relative_error(out, reference.silu_mul(exact[:, :columns], exact[:, columns:])) < BOUND[dtype]
+    assert relative_error(out, getattr(reference, operation)(exact[:, :columns], exact[:, columns:])) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_soft_cap(device, dtype, columns):
+    x = (20 * random((3, columns), np.float32, 0)).astype(dtype)
+    out = poisoned(x.shape, dtype)
+    nbk.soft_cap(to_device(x), 15.0, out=out)
+    assert relative_error(out, 15 * np.tanh(x.astype(np.float64) / 15)) < BOUND[dtype]
+    assert np.abs(to_host(nbk.soft_cap(to_device(100 * x), 15.0)).astype(np.float32)).max() <= 15
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -48,7 +48,7 @@ def test_files_that_are_no_model(tmp_path, content, match):
 
 def test_no_file_and_a_folder(tmp_path):
     refused(tmp_path / "absent.gguf", "cannot be read")
-    refused(tmp_path, "a folder")
+    refused(tmp_path, "a folder without config.json")
 
 
 def key(name, kind, payload):
@@ -123,15 +123,10 @@ def test_unsupported_architecture_and_tokenizer_are_named(tmp_path):
 
 def test_unsupported_scaling_is_refused_and_not_dropped(tmp_path):
     path = tiny_model.write(
-        tmp_path / "s.gguf", extra=lambda w: w.add_rope_scaling_type(tiny_scaling()) or w.add_rope_scaling_factor(4.0)
+        tmp_path / "s.gguf",
+        extra=lambda w: w.add_string("llama.rope.scaling.type", "spiral") or w.add_rope_scaling_factor(4.0),
     )
-    refused(path, "scaling")
-
-
-def tiny_scaling():
-    import gguf
-
-    return gguf.RopeScalingType.YARN
+    refused(path, "scaling 'spiral'")
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path):
@@ -153,11 +148,25 @@ def test_rows_of_q_come_back_in_half_split_order(tmp_path):
     arrays = tiny_model.tensors()
     checkpoint = GGUFCheckpoint(tiny_model.write(tmp_path / "q.gguf", arrays=arrays))
     stored = arrays["blk.0.attn_q.weight"].reshape(tiny_model.HEADS, tiny_model.HEAD_DIM, tiny_model.HIDDEN)
-    got = checkpoint.unpermuted("blk.0.attn_q.weight", tiny_model.HEADS, (32, 32)).reshape(stored.shape)
+    got = checkpoint.tensor("q", 0).reshape(stored.shape)
     half = tiny_model.HEAD_DIM // 2
     for i in range(half):
         np.testing.assert_array_equal(got[:, i], stored[:, 2 * i])
         np.testing.assert_array_equal(got[:, i + half], stored[:, 2 * i + 1])
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_rows_of_every_type(tmp_path, kind):
+    import gguf
+
+    quantization = gguf.GGMLQuantizationType[kind]
+    _, row_bytes = gguf.quant_shape_to_byte_shape((7, 512), quantization)
+    stored = np.random.default_rng(0).integers(0, 60, (7, row_bytes)).astype(np.uint8)  # bytes that make no NaN
+    path = tiny_model.write(tmp_path / "k.gguf", extra=lambda w: w.add_tensor("more", stored, raw_dtype=quantization))
+    want = gguf.dequantize(stored, quantization).reshape(7, 512)
+    checkpoint = GGUFCheckpoint(path)
+    for rows in (slice(None), slice(2, 3), slice(3, 7)):
+        np.testing.assert_array_equal(checkpoint.read("more", rows), want[rows])
 
 
 def test_tied_and_untied_heads(tmp_path):

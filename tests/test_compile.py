@@ -39,7 +39,7 @@ def test_cubin_is_kept(folder, monkeypatch):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiling, "_translate", never)
-    monkeypatch.setattr(compiling, "_assemble", never)
+    monkeypatch.setattr(compiling, "assemble", never)
     assert compiling.cubin(FACTORY, CONSTANTS, "sm_80") == (code, name)
 
 
@@ -69,7 +69,7 @@ def test_keys_differ_by_constants_architecture_and_source(monkeypatch):
         compiling._key(embedding.embedding_kernel, (f32, 4), "sm_80"),
         compiling._key(embedding.embedding_kernel, (f32, 1), "sm_90a"),
     }
-    monkeypatch.setattr(compiling, "_source_digest", lambda module: "edited")
+    monkeypatch.setattr(compiling, "source_digest", lambda module: "edited")
     keys.add(compiling._key(embedding.embedding_kernel, (f32, 1), "sm_80"))
     assert len(keys) == 5
 

@@ -40,7 +40,7 @@ def missing(message):
 
 
 def test_no_driver_falls_back_or_says_so(monkeypatch):
-    monkeypatch.setattr(devices, "_driver_version", missing("no NVIDIA driver was found"))
+    monkeypatch.setattr(devices, "driver_version", missing("no NVIDIA driver was found"))
     monkeypatch.delenv("NBKERNELS_DEVICE", raising=False)
     assert resolve("auto").kind == "cpu"
     with pytest.raises(DeviceError, match="no NVIDIA driver"):
@@ -48,7 +48,7 @@ def test_no_driver_falls_back_or_says_so(monkeypatch):
 
 
 def test_a_driver_older_than_the_wheels(monkeypatch):
-    monkeypatch.setattr(devices, "_driver_version", lambda: (12, 4))
+    monkeypatch.setattr(devices, "driver_version", lambda: (12, 4))
     monkeypatch.setattr(devices, "_toolkit_version", lambda: (13, 0))
     with pytest.raises(DeviceError, match=r"supports CUDA 12\.4.*CUDA 13.*cu12"):
         resolve("cuda")
@@ -60,7 +60,7 @@ def test_no_compiler_wheels(monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(devices, "_driver_version", lambda: (13, 0))
+    monkeypatch.setattr(devices, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(metadata, "version", absent)
     with pytest.raises(DeviceError, match=r"nbkernels\[cu13\]"):
         resolve("cuda")

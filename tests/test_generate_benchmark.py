@@ -14,6 +14,8 @@ from nbkernels.model.generation import LanguageModel
 TINY = replace(
     generate.SMOLLM2,
     layers=2,
+    windows=(),
+    rotations=(),
     hidden=32,
     heads=4,
     kv_heads=2,

@@ -41,7 +41,7 @@ def test_shapes(device, rows, columns, depth, dtype):
 
 @one_architecture
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
-@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_exact"])
 @pytest.mark.parametrize("rows, columns, depth", KERNEL_SHAPES)
 def test_epilogue(device, rows, columns, depth, activation, dtype):
     x, weight = operands(rows, columns, depth, dtype)

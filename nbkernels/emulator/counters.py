@@ -50,10 +50,14 @@ class Counts:
 
 def instruction_class(instruction):
     """The class an instruction is counted in: "memory", "integer", "float", …"""
-    name = instruction.opcode[0]
-    if name in _CLASS_OF:
-        return _CLASS_OF[name]
-    return "float" if any(word in _FLOAT_TYPES for word in instruction.opcode[1:]) else "integer"
+    return class_of(instruction.opcode)
+
+
+def class_of(opcode):
+    """The class of the words of a PTX opcode."""
+    if opcode[0] in _CLASS_OF:
+        return _CLASS_OF[opcode[0]]
+    return "float" if any(word in _FLOAT_TYPES for word in opcode[1:]) else "integer"
 
 
 def flops_a_lane(instruction):
@@ -170,6 +174,7 @@ class Report:
     def table(self):
         """A rich table: one row a source line, with its text where the file can be read."""
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=f"{self.name}: what each line did")
         table.add_column("line", justify="right")
@@ -179,7 +184,7 @@ class Report:
         for (file, line), counts in [*sorted(self.by_line.items()), (("", "total"), self.total)]:
             table.add_row(
                 str(line),
-                _source_line(file, line),
+                Text(_source_line(file, line)),  # no markup: brackets are indices
                 f"{counts.warp_instructions}",
                 f"{counts.divergent_branches or ''}",
                 f"{(counts.global_read_bytes + counts.global_written_bytes) / 1024:.1f}",

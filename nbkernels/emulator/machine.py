@@ -756,11 +756,10 @@ class Machine:
                 self.push(number, group_of(waiting))
         return -1
 
-    def run(self, grid, parameters):
-        """Execute all blocks of a grid (x, y, z). parameters: the packed bytes of the kernel's parameters."""
+    def run(self, grid, parameters, total):
+        """Execute the first ``total`` blocks of a grid (x, y, z). parameters: the packed bytes of the kernel's parameters."""
         self.grid = grid
         self.parameters[: len(parameters)] = np.frombuffer(parameters, np.uint8)
-        total = grid[0] * grid[1] * grid[2]
         if self.checks is not None:
             self.checks.start_launch()
         with np.errstate(all="ignore"):

@@ -24,14 +24,12 @@ def _device_of(capability):
         yield
 
 
-def run(kernel, grid, block, *args, shared_bytes=0, arch="sm_80", checks=True, report=False):
-    """Run a ``@cuda.jit`` kernel (or a plain function that could be one) on the CPU, with NumPy arrays and numbers.
+def compiled(kernel, argument_types, arch):
+    """The PTX of a ``@cuda.jit`` kernel (or a plain function that could be one) for Numba types of its arguments. No GPU.
 
-    The kernel is compiled for ``arch`` as Numba would compile it for a GPU, and its PTX executed; arrays are written in place.
-    shared_bytes: dynamic shared memory. report: print what each source line did. Returns a Report. Raises EmulatorError,
-    and Numba's errors for what cannot be compiled.
+    ValueError for an architecture that is no name of one; Numba's errors for what cannot be compiled.
     """
-    from numba import cuda, typeof, types
+    from numba import cuda, types
 
     function = getattr(kernel, "py_func", kernel)
     options = getattr(kernel, "targetoptions", {})
@@ -39,10 +37,29 @@ def run(kernel, grid, block, *args, shared_bytes=0, arch="sm_80", checks=True, r
     if digits is None:
         raise ValueError(f"arch: {arch!r}, wanted a name such as 'sm_80' or 'sm_90a'")
     capability = tuple(int(n) for n in digits.groups()[:2]) + ((digits.group(3),) if digits.group(3) else ())
-    signature = types.void(*(typeof(a) for a in args))
     fastmath = bool(options.get("fastmath"))
     with _device_of(capability):
-        text, _ = cuda.compile_ptx(function, signature, cc=capability, fastmath=fastmath, lineinfo=True)
+        text, _ = cuda.compile_ptx(
+            function,
+            types.void(*argument_types),
+            cc=capability,
+            fastmath=fastmath,
+            lineinfo=True,
+            launch_bounds=options.get("launch_bounds"),
+        )
+    return text
+
+
+def run(kernel, grid, block, *args, shared_bytes=0, arch="sm_80", checks=True, report=False):
+    """Run a ``@cuda.jit`` kernel (or a plain function that could be one) on the CPU, with NumPy arrays and numbers.
+
+    The kernel is compiled for ``arch`` as Numba would compile it for a GPU, and its PTX executed; arrays are written in place.
+    shared_bytes: dynamic shared memory. report: print what each source line did. Returns a Report. Raises EmulatorError,
+    and Numba's errors for what cannot be compiled.
+    """
+    from numba import typeof
+
+    text = compiled(kernel, [typeof(a) for a in args], arch)
     emulator = Emulator(checks=checks)
     fields = []
     for number, value in enumerate(args):

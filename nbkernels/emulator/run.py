@@ -47,13 +47,16 @@ class Emulator:
         self.memory = GlobalMemory()
         self.machines = OrderedDict()
 
-    def launch(self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0, count=False, chain=None):
+    def launch(
+        self, ptx_text, entry_name, grid, block, args, *, shared_bytes=0, count=False, chain=None, most_blocks=None
+    ):
         """Run an entry of a PTX text over a grid of blocks; returns when it is done.
 
         entry_name: None where the text has one entry. grid, block: an int or up to three. args: for each parameter a NumPy
         array (its address is passed; it is written in place), or a Python, NumPy or ctypes number. count: return a Report
         of what was done, by source line. chain: of launches that may overlap, a dict that the calls share (at first empty): an
         array that a kernel reads before its ``griddepcontrol.wait`` must not be one that a launch of the chain has written.
+        most_blocks: run so many blocks of the grid, the first ones (whole clusters), and leave the others out.
         Raises EmulatorError.
         """
         grid, block = three(grid, "grid"), three(block, "block")
@@ -71,6 +74,8 @@ class Emulator:
         if total == 0:
             raise LaunchError(f"{function.name}: an empty grid {grid}")
         _check_cluster(function, grid)
+        if most_blocks is not None:
+            total = min(total, align(most_blocks, int(np.prod(cluster_of(function)))))
         registered = []
         try:
             packed = self._pack(function, args, registered)
@@ -80,7 +85,7 @@ class Emulator:
                 machine = self._machine(module, function, block, total, shared_bytes)
             machine.limit = machine.executed + (self.instruction_limit or float("inf"))
             with self.lock:
-                machine.run(grid, packed)
+                machine.run(grid, packed, total)
                 if chain is not None and machine.checks is not None:
                     _check_chain(machine, chain)
         finally:

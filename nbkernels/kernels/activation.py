@@ -1,7 +1,9 @@
-"""Element-wise activations: GELU, and the gated SiLU of SwiGLU.
+"""Element-wise activations: GELU, the gated units SwiGLU and GeGLU, and the soft cap of logits.
 
     gelu(x)          = x · Phi(x), Phi the normal distribution function  (Hendrycks, Gimpel 2016), exactly or by its tanh form
     silu_mul(g, u)   = g / (1 + exp(-g)) · u                             (Shazeer 2020, "GLU Variants Improve Transformer")
+    gelu_mul(g, u)   = gelu(g) · u, in its tanh form                     (the same)
+    soft_cap(x)      = cap · tanh(x / cap)                               (Gemma 2)
 
 A block takes one stretch of a row; each thread has UNROLL wide accesses in flight, a block's width apart:
 
@@ -67,20 +69,39 @@ def _map_values(function, width):
 
 
 @cache
-def _gated_values(width):
-    """silu(gate) · up over tuples of ``width`` values."""
+def _gated_values(width, function):
+    """function(gate) · up over tuples of ``width`` values."""
 
     @cuda.jit(device=True, inline="always")
     def one(g, u):
-        return (silu(g[0]) * u[0],)
+        return (function(g[0]) * u[0],)
 
     @cuda.jit(device=True, inline="always")
     def four(g, u):
-        return (silu(g[0]) * u[0], silu(g[1]) * u[1], silu(g[2]) * u[2], silu(g[3]) * u[3])
+        return (function(g[0]) * u[0], function(g[1]) * u[1], function(g[2]) * u[2], function(g[3]) * u[3])
 
     @cuda.jit(device=True, inline="always")
     def eight(g, u):
         return four(g[:4], u[:4]) + four(g[4:], u[4:])
+
+    return {1: one, 4: four, 8: eight}[width]
+
+
+@cache
+def _capped_values(width):
+    """cap · tanh(x / cap) over a tuple of ``width`` values."""
+
+    @cuda.jit(device=True, inline="always")
+    def one(a, cap):
+        return (float32(cap * libdevice.tanhf(float32(a[0] / cap))),)
+
+    @cuda.jit(device=True, inline="always")
+    def four(a, cap):
+        return one(a[:1], cap) + one(a[1:2], cap) + one(a[2:3], cap) + one(a[3:], cap)
+
+    @cuda.jit(device=True, inline="always")
+    def eight(a, cap):
+        return four(a[:4], cap) + four(a[4:], cap)
 
     return {1: one, 4: four, 8: eight}[width]
 
@@ -110,13 +131,38 @@ def gelu_kernel(dtype, width, approximate):
     return gelu
 
 
-def silu_mul_kernel(dtype, width):
-    """gate, up [rows, columns] -> y; grid: stretches · rows, row-major."""
+def soft_cap_kernel(dtype, width):
+    """x [rows, columns] -> y; grid: stretches · rows, row-major."""
     load, store = access(dtype, width)
-    values = _gated_values(width)
+    values = _capped_values(width)
 
     @kernel(launch_bounds=THREADS)
-    def silu_mul(
+    def soft_cap(
+        x: ptx.pointer(dtype),
+        y: ptx.pointer(dtype),
+        columns: uint32,
+        stretches: uint32,
+        x_stride: int64,
+        y_stride: int64,
+        cap: float32,
+    ):
+        block = uint32(cuda.blockIdx.x)
+        row = int64(block // stretches)
+        start = uint32(uint32(block % stretches) * uint32(UNROLL * THREADS * width))
+        for i in range(UNROLL):
+            column = uint32(start + uint32(uint32(i * THREADS) + uint32(cuda.threadIdx.x)) * uint32(width))
+            if column < columns:
+                store(y, row * y_stride + int64(column), values(load(x, row * x_stride + int64(column)), cap))
+
+    return soft_cap
+
+
+def gated_kernel(dtype, width, activation):
+    """gate, up [rows, columns] -> y; grid: stretches · rows. activation: "silu" or "gelu"; the kernel's name has it."""
+    load, store = access(dtype, width)
+    values = _gated_values(width, silu if activation == "silu" else gelu_tanh)
+
+    def gated(
         gate: ptx.pointer(dtype),
         up: ptx.pointer(dtype),
         y: ptx.pointer(dtype),
@@ -136,7 +182,8 @@ def silu_mul_kernel(dtype, width):
                 u = load(up, row * up_stride + int64(column))
                 store(y, row * y_stride + int64(column), values(g, u))
 
-    return silu_mul
+    gated.__name__ = gated.__qualname__ = f"{activation}_mul"
+    return kernel(launch_bounds=THREADS)(gated)
 
 
 @lru_cache(maxsize=4096)
@@ -167,10 +214,18 @@ def run_gelu(x, out, approximate, device, stream):
     launch(chosen, (x.pointer, out.pointer, columns, stretches, x.strides[0], out.strides[0]), device, stream)
 
 
-def run_silu_mul(gate, up, out, device, stream):
-    """gate, up, out: DeviceArrays [rows, columns]."""
+def run_soft_cap(x, out, cap, device, stream):
+    """x, out: DeviceArrays [rows, columns]."""
+    rows, columns = x.shape
+    width = _width(columns, x, out)
+    chosen, stretches = plan(soft_cap_kernel, (x.dtype, width), rows, columns, width)
+    launch(chosen, (x.pointer, out.pointer, columns, stretches, x.strides[0], out.strides[0], cap), device, stream)
+
+
+def run_gated(gate, up, activation, out, device, stream):
+    """activation(gate) · up. gate, up, out: DeviceArrays [rows, columns]."""
     rows, columns = gate.shape
     width = _width(columns, gate, up, out)
-    chosen, stretches = plan(silu_mul_kernel, (gate.dtype, width), rows, columns, width)
+    chosen, stretches = plan(gated_kernel, (gate.dtype, width, activation), rows, columns, width)
     strides = (gate.strides[0], up.strides[0], out.strides[0])
     launch(chosen, (gate.pointer, up.pointer, out.pointer, columns, stretches, *strides), device, stream)

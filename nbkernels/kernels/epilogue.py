@@ -2,7 +2,8 @@
 
     y = activation(sum · scale + bias) + residual        in float32, rounded once to y's dtype
 
-scale is that of an int8 weight with one scale a row; the activations are those of ``activation``, gelu in its tanh form.
+scale is that of an int8 weight with one scale a row; the activations are those of ``activation``:
+"gelu" is its tanh form, "gelu_exact" the other.
 
 "silu_mul" is the gated unit of SwiGLU (Shazeer 2020): of two consecutive sums one element of y, which has half as many columns.
 
@@ -16,7 +17,7 @@ from functools import cache
 from numba import cuda, float32, int64
 
 from nbkernels import ptx
-from nbkernels.kernels.activation import gelu_tanh, silu
+from nbkernels.kernels.activation import gelu_exact, gelu_tanh, silu
 from nbkernels.kernels.elements import conversions, pair_conversions
 
 
@@ -40,7 +41,7 @@ def _same(x):
     return x
 
 
-_ACTIVATIONS = {None: _same, "silu": silu, "gelu": gelu_tanh}
+_ACTIVATIONS = {None: _same, "silu": silu, "gelu": gelu_tanh, "gelu_exact": gelu_exact}
 
 
 def activation_function(epilogue):

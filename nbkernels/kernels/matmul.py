@@ -25,7 +25,7 @@ from functools import lru_cache
 from nbkernels.kernels import matmul_blocks, matmul_lanes, matmul_narrow, matmul_stream, matmul_tiles, matmul_wgmma
 from nbkernels.kernels.elements import Cost
 from nbkernels.kernels.epilogue import Epilogue
-from nbkernels.launch import overlap
+from nbkernels.launch import overlap, tuning
 from nbkernels.launch.launcher import launch
 from nbkernels.launch.tensor_map import describes
 
@@ -131,6 +131,10 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     if chosen.factory is matmul_stream.matmul_stream_kernel:
         matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
         return
+    if chosen.factory is matmul_tiles.matmul_tiles_kernel:
+        options = rows, columns, x.dtype, kind, group_size, aligned.pieces, aligned.pairs, epilogue, device.shared_bytes
+        call = f"{rows}x{columns}x{depth}"
+        chosen = tuning.choose(call, chosen, lambda: matmul_tiles.candidates(*options), device)
     launch(
         chosen,
         (

@@ -38,6 +38,8 @@ X_ROW_BYTES = 2 * STEP
 PIECE_BYTES = 16
 # Three stages on their way while one is multiplied: 48 KB in flight a multiprocessor with two blocks of the large tile.
 STAGES = 4
+# tile_m, tile_n, warp_m, warp_n
+LARGE, LARGE_OF_GROUPS, SMALL = (128, 128, 64, 32), (128, 64, 32, 32), (64, 64, 32, 32)
 # float32 between the rows of sums in shared memory, beyond the columns: with it a fragment's writes meet a bank twice at most
 PAD = 8
 # Row tiles whose blocks are neighbours: they share their weight tiles in L2, and the next column of tiles finds x there.
@@ -412,14 +414,26 @@ def blocks(rows, columns, tile_m=64, tile_n=64):
 def plan(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, sm_count):
     """rows, columns > 0; weight, group_size, wide and pairs as ``matmul_tiles_kernel``."""
     # sums of a group double the registers of a warp's part of y, so it is half as large
-    large = (128, 64, 32, 32) if weight == "groups" else (128, 128, 64, 32)
+    large = LARGE_OF_GROUPS if weight == "groups" else LARGE
     # small tiles read shared memory and L2 more often, but a large tile only pays where there is one for each multiprocessor
-    tile = large if blocks(rows, columns, *large[:2]) >= sm_count else (64, 64, 32, 32)
+    tile = large if blocks(rows, columns, *large[:2]) >= sm_count else SMALL
+    return _plan(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, tile, STAGES)
+
+
+def candidates(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, shared_bytes):
+    """Plans with every tile and as many stages as may pay, of the same bits; shared_bytes: the most that a block may use."""
+    tiles = (LARGE_OF_GROUPS, SMALL) if weight == "groups" else (LARGE, LARGE_OF_GROUPS, SMALL)
+    options = (rows, columns, dtype, weight, group_size, wide, pairs, epilogue)
+    plans = [_plan(*options, tile, stages) for tile in tiles for stages in (3, 4, 5, 6)]
+    return [plan for plan in plans if plan.shared_bytes <= shared_bytes]
+
+
+def _plan(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, tile, stages):
     tile_m, tile_n, warp_m, warp_n = tile
     stage_bytes = tile_m * X_ROW_BYTES + tile_n * STEP * (2 if weight == "dense" else 1)
     stage_bytes += 4 * tile_n if weight == "groups" else 0
-    shared_bytes = max(STAGES * stage_bytes, 4 * tile_m * (tile_n + PAD))
-    constants = (dtype, weight, group_size, wide, pairs, *tile, STAGES, epilogue)
+    shared_bytes = max(stages * stage_bytes, 4 * tile_m * (tile_n + PAD))
+    constants = (dtype, weight, group_size, wide, pairs, *tile, stages, epilogue)
     threads = tile_m // warp_m * (tile_n // warp_n) * ptx.WARP
     return Plan(
         matmul_tiles_kernel, constants, (blocks(rows, columns, tile_m, tile_n), 1, 1), (threads, 1, 1), shared_bytes

@@ -295,7 +295,7 @@ def entry_name(text):
     return re.search(r"\.entry\s+(\w+)\(", text).group(1)
 
 
-def _assemble(text, arch):
+def assemble(text, arch):
     """PTX text -> cubin bytes, through nvJitLink."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
@@ -330,7 +330,8 @@ def _is_module(name):
 
 
 @cache
-def _source_digest(module_name):
+def source_digest(module_name):
+    """sha256 of a kernel module's source and of the kernel sources it imports."""
     digest = hashlib.sha256()
     for name, path in sorted(_imported_modules(module_name).items()):
         digest.update(name.encode())
@@ -359,7 +360,7 @@ def _key(factory, constants, arch):
             f"{factory.__module__}.{factory.__qualname__}",
             repr(tuple(str(c) for c in constants)),
             arch,
-            _source_digest(factory.__module__),
+            source_digest(factory.__module__),
             _versions(),
         )
     )
@@ -375,7 +376,7 @@ def cubin(factory, constants, arch, early=False):
 
     def make():
         text = ptx(factory, constants, arch, early)
-        code = _link(factory, constants, arch) if "setmaxnreg" in text else _assemble(text, arch)
+        code = _link(factory, constants, arch) if "setmaxnreg" in text else assemble(text, arch)
         return entry_name(text).encode() + b"\0" + code
 
     name, _, code = _kept(factory, constants, arch, "early.cubin" if early else "cubin", make).partition(b"\0")

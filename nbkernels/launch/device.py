@@ -60,7 +60,7 @@ def parse_arch(arch):
     return (*capability, suffix) if suffix else capability
 
 
-def _driver_version():
+def driver_version():
     """The CUDA version the installed driver supports, as (major, minor). DeviceError where there is no driver."""
     try:
         from cuda.bindings import driver
@@ -109,13 +109,13 @@ def cuda_device():
 
 @cache
 def _find_cuda_device():
-    driver_version = _driver_version()
-    toolkit_version = _toolkit_version()
-    if driver_version[0] < toolkit_version[0]:
-        other = ", or pip install 'nbkernels[cu12]'" if driver_version[0] == 12 else ""
+    supported = driver_version()
+    toolkit = _toolkit_version()
+    if supported[0] < toolkit[0]:
+        other = ", or pip install 'nbkernels[cu12]'" if supported[0] == 12 else ""
         raise DeviceError(
-            f"the NVIDIA driver supports CUDA {driver_version[0]}.{driver_version[1]}, but the installed wheels are for "
-            f"CUDA {toolkit_version[0]}: update the driver{other}, or use device='cpu'"
+            f"the NVIDIA driver supports CUDA {supported[0]}.{supported[1]}, but the installed wheels are for "
+            f"CUDA {toolkit[0]}: update the driver{other}, or use device='cpu'"
         )
     from cuda.core import Device as CoreDevice
 
@@ -194,7 +194,14 @@ def device(kind, *, arch=None):
 
     arch names the architecture the emulator stands for. Raises as ``resolve``.
     """
-    token = _chosen.set(resolve(kind, arch=arch))
+    with use(resolve(kind, arch=arch)) as chosen:
+        yield chosen
+
+
+@contextmanager
+def use(chosen):
+    """Run the operations inside on a given Device, which may be one of the emulator's that stands for a certain card."""
+    token = _chosen.set(chosen)
     try:
         yield _chosen.get()
     finally:

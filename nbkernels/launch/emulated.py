@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from nbkernels.arrays import DeviceArray, contiguous_strides
-from nbkernels.emulator import Emulator
+from nbkernels.emulator import Emulator, EmulatorError
 from nbkernels.launch import overlap
 from nbkernels.launch.compile import ptx
 from nbkernels.launch.tensor_map import TensorMap
@@ -21,19 +21,54 @@ def emulator():
     return Emulator()
 
 
+_planning = ContextVar("nbkernels_planning", default=None)
+
+
+class _Planning:
+    """Launches that are planned and not run, or whose first blocks alone are (``planned``)."""
+
+    def __init__(self, blocks, instruction_limit):
+        self.emulator = Emulator(checks=False, instruction_limit=instruction_limit)
+        self.blocks = blocks
+        self.done = []
+
+
+@contextmanager
+def planned(blocks=0, instruction_limit=None):
+    """Plan the launches inside without running them: yields a list that fills with (Plan, Report or None) of each.
+
+    blocks: run so many of a launch's blocks, the first ones, and report what they did; None where they would execute more
+    instructions, summed over threads, than instruction_limit. Nothing is checked. Arrays made inside are zeros, or what the host
+    copies there; they take no memory until they are touched, so that those of a large card have room. None, too, where those
+    zeros lead a kernel astray.
+    """
+    token = _planning.set(_Planning(blocks, instruction_limit))
+    try:
+        yield _planning.get().done
+    finally:
+        _planning.reset(token)
+
+
+def _memory():
+    """The memory that arrays are made in."""
+    planning = _planning.get()
+    return (emulator() if planning is None else planning.emulator).memory
+
+
 class _Block:
     """Owns a piece of the emulator's memory and gives it back when it is collected."""
 
-    __slots__ = ("pointer",)
+    __slots__ = ("memory", "pointer")
     emulated = True  # an address of the emulator's own: on a GPU it would be anybody's
 
     def __init__(self, nbytes):
+        self.memory = _memory()
         # tracked: a kernel that reads what nothing wrote is told
-        self.pointer, _ = emulator().memory.allocate(nbytes, tracked=True)
+        self.pointer, _ = self.memory.allocate(nbytes, tracked=_planning.get() is None)
 
     def __del__(self):
         if not sys.is_finalizing():
-            emulator().memory.unregister(self.pointer)
+            self.memory.unregister(self.pointer)
 
 
 def allocate(shape, dtype):
@@ -46,14 +81,14 @@ def host_view(array):
     """A NumPy view of an emulated array's memory. Who writes to it says so by ``mark_written``."""
     if array.size == 0:
         return np.empty(array.shape, array.dtype)
-    buffer = emulator().memory.find(array.pointer)
+    buffer = _memory().find(array.pointer)
     strides = tuple(s * array.itemsize for s in array.strides)
     return np.ndarray(array.shape, array.dtype, buffer.data, array.pointer - buffer.base, strides)
 
 
 def mark_written(array):
     """The host has written a contiguous array."""
-    emulator().memory.mark_written(array.pointer, array.nbytes)
+    _memory().mark_written(array.pointer, array.nbytes)
 
 
 _counted = ContextVar("nbkernels_counted", default=None)
@@ -83,13 +118,15 @@ def observed():
 def launch_emulated(plan, arguments, device):
     """Run a plan to its end; EmulatorError names what a kernel did wrong."""
     early = plan.early and overlap.wanted(device)
-    text = ptx(plan.factory, plan.constants, device.arch, early)
-    done, seen = _counted.get(), _observed.get()
+    done, seen, planning = _counted.get(), _observed.get(), _planning.get()
     if seen is not None:
         seen.append(plan)
     arguments = [a.data if type(a) is TensorMap else a for a in arguments]
+    if planning is not None:
+        planning.done.append((plan, _first_blocks(planning, plan, arguments, device.arch)))
+        return
     report = emulator().launch(
-        text,
+        ptx(plan.factory, plan.constants, device.arch, early),
         None,
         plan.grid,
         plan.block,
@@ -100,3 +137,15 @@ def launch_emulated(plan, arguments, device):
     )
     if done is not None:
         done.append((plan, report))
+
+
+def _first_blocks(planning, plan, arguments, arch):
+    """The Report of a launch's first blocks, or None."""
+    if not planning.blocks:
+        return None
+    text = ptx(plan.factory, plan.constants, arch)
+    sizes = {"shared_bytes": plan.shared_bytes, "count": True, "most_blocks": planning.blocks}
+    try:
+        return planning.emulator.launch(text, None, plan.grid, plan.block, arguments, **sizes)
+    except EmulatorError:
+        return None

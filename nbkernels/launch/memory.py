@@ -183,7 +183,7 @@ def counters(count, stream):
     kept = None
     if arena is not None:
         kept = arena.counters
-    elif stream not in SHARED_HANDLES and not _is_capturing(stream):
+    elif stream not in SHARED_HANDLES and not is_capturing(stream):
         kept = _counters.setdefault(stream, [])
     if kept and kept[-1].shape[0] >= count:
         note_kept(kept[-1], stream)
@@ -196,7 +196,7 @@ def counters(count, stream):
     return made
 
 
-def _is_capturing(stream):
+def is_capturing(stream):
     """Whether what is asked of a stream handle becomes part of a graph; the legacy default stream's never does."""
     from cuda.bindings import driver
 

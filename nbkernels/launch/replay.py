@@ -10,6 +10,7 @@ import ctypes
 import functools
 import sys
 import threading
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 
@@ -37,12 +38,28 @@ class Note:
         self.kept = {}
         self.repeatable = True
 
+    def launched(self, kernel, plan, arguments):
+        """A kernel was launched."""
+        self.launches.append((kernel, plan, arguments))
+
+
+@contextmanager
+def noted(note):
+    """Enter in a Note what is launched inside, on the GPU and by this thread; calls that were recorded run in full."""
+    for records in _all_records:
+        records.clear()
+    token = _noting.set(note)
+    try:
+        yield note
+    finally:
+        _noting.reset(token)
+
 
 def note_launch(kernel, plan, arguments):
     """A kernel was launched on the GPU."""
     note = _noting.get()
     if note is not None:
-        note.launches.append((kernel, plan, arguments))
+        note.launched(kernel, plan, arguments)
 
 
 def note_allocation(address, nbytes):
@@ -277,6 +294,8 @@ def _span(tensor):
     return (last + 1) * tensor.element_size()
 
 
+_all_records = []  # of every operation
+
 _tensor_types = set()  # torch.Tensor once one was seen: torch is never imported here for its own sake
 
 
@@ -328,6 +347,8 @@ def replayed(function):
             if result is not NotImplemented:
                 return result
             return function(*args, **kwargs)
+        if _noting.get() is not None:  # somebody notes already
+            return function(*args, **kwargs)
         note = Note()
         token = _noting.set(note)
         try:
@@ -345,6 +366,7 @@ def replayed(function):
         return returned
 
     operation.records = records
+    _all_records.append(records)
     return operation
 
 

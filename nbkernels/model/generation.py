@@ -2,29 +2,23 @@
 
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
 from nbkernels import ops
-from nbkernels.arrays import FLOATS, bfloat16
-from nbkernels.launch.device import current, device
+from nbkernels.launch.device import device
 from nbkernels.model import backend
 from nbkernels.model.chat import encode_chat
-from nbkernels.model.config import CheckpointError
 from nbkernels.model.engine import PAGE_SIZE as ENGINE_PAGE_SIZE
 from nbkernels.model.engine import Engine, pages_for
-from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.kv_cache import KVCache
 from nbkernels.model.sampling import SamplingOptions, check_new_tokens, check_speculate, check_stop
 from nbkernels.model.session import PAGE_SIZE, Session
 from nbkernels.model.statistics import Statistics
-from nbkernels.model.tokenizer import TextStream, tokenizer_from_gguf
-from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
+from nbkernels.model.tokenizer import TextStream
 
 # Rows of the Engine behind ``generate``: up to LEAST_ROWS products have the bits of a lone row's, beyond MOST_ROWS they queue.
 LEAST_ROWS, MOST_ROWS = 16, 64
-_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
 
 
 class Generation:
@@ -318,98 +312,3 @@ class _Sampler:
             return
         ops.sample(logits, seen=self.seen, step=self.step, out=token, **vars(self.options))
         ops.advance(self.step, 1)
-
-
-def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
-    """Load a checkpoint: a GGUF file of the llama family.
-
-    device: "auto" (a GPU where one answers, else the CPU), "cuda", "emulator" or "cpu". dtype: "float32", "float16" or
-    "bfloat16" (default bfloat16 on a GPU, float32 on the CPU). quantize: "int8" keeps the matrices in int8 with a scale
-    a group of 32, "int8-rows" with a scale a row, and "int8-activations" multiplies those by activations in int8.
-    progress: a function of the share done, 0 to 1; by default a bar is shown on a terminal where loading takes a while.
-    CheckpointError (a ValueError) where the file cannot be used, DeviceError where the device is not to be had.
-    """
-    from nbkernels.launch.device import device as use_device
-
-    with use_device(device) as on:
-        if quantize is not None and quantize not in QUANTIZATIONS:
-            raise ValueError(f"quantize: {quantize!r}, wanted None or one of {', '.join(map(repr, QUANTIZATIONS))}")
-        activations = _activation_dtype(dtype, on)
-        with _naming(path):
-            checkpoint = _open(path)
-            tokenizer = tokenizer_from_gguf(checkpoint)
-            if len(tokenizer) > checkpoint.config.vocab:
-                raise CheckpointError(
-                    f"a vocabulary of {len(tokenizer)} tokens for an embedding of {checkpoint.config.vocab} rows"
-                )
-        with _naming(path), _progress_bar(progress, checkpoint) as report:
-            transformer = load_transformer(checkpoint, dtype=activations, quantize=quantize, progress=report)
-        return LanguageModel(transformer, tokenizer, checkpoint.metadata("tokenizer.chat_template"), current())
-
-
-@contextmanager
-def _naming(path):
-    """Whatever is wrong with a checkpoint is told with its path in front."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _activation_dtype(dtype, on):
-    if dtype is None:
-        return _DTYPES["bfloat16" if on.kind == "cuda" else "float32"]
-    name = str(np.dtype(dtype)) if not isinstance(dtype, str) else dtype
-    if name not in _DTYPES or _DTYPES[name] not in FLOATS:
-        raise ValueError(f"dtype: {dtype!r}, wanted one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _open(path):
-    """A GGUFCheckpoint, or a CheckpointError that says what the path is instead."""
-    file = Path(path)
-    if file.is_dir():
-        raise CheckpointError("a folder; pass a GGUF file (Hugging Face folders are not supported yet)")
-    try:
-        with open(file, "rb") as opened:
-            start = opened.read(64)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})") from error
-    if not start:
-        raise CheckpointError("an empty file")
-    if start.startswith(b"version https://git-lfs"):
-        raise CheckpointError("a Git LFS pointer, not the file itself: fetch it with 'git lfs pull'")
-    if start[:2] == b"PK" or start[:1] == b"\x80":
-        raise CheckpointError("a pickle checkpoint, refused because loading one can run any code; convert it to GGUF")
-    if not start.startswith(MAGIC):
-        raise CheckpointError(f"not a GGUF file (it starts with {start[:4]!r})")
-    return GGUFCheckpoint(file)
-
-
-class _progress_bar:
-    """A context that gives the function to report progress to: the caller's own, or a bar on a terminal."""
-
-    def __init__(self, progress, checkpoint):
-        self.progress = progress
-        self.name = checkpoint.path.name
-        self.bar = None
-
-    def __enter__(self):
-        import sys
-
-        if self.progress is not None:
-            return self.progress
-        if not sys.stderr.isatty():
-            return lambda share: None
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self.bar.start()
-        task = self.bar.add_task(f"loading {self.name}", total=1.0)
-        return lambda share: self.bar.update(task, completed=share)
-
-    def __exit__(self, *_):
-        if self.bar is not None:
-            self.bar.stop()

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nbkernels.model.config import CheckpointError, ModelConfig
+from nbkernels.model.checkpoint import Checkpoint
+from nbkernels.model.config import CheckpointError
+from nbkernels.model.families import FAMILIES, GGUF_TENSORS, gguf_config
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -138,97 +140,52 @@ def _locate(cursor, name, shape, code, offset, start, alignment):
     return StoredTensor(kind, shape, start + offset, nbytes)
 
 
-class GGUFCheckpoint:
-    """An open GGUF file: ``config``, ``metadata(key)``, ``tensor(name)``. CheckpointError for whatever is wrong with it."""
+class GGUFCheckpoint(Checkpoint):
+    """An open GGUF file: a Checkpoint, and ``metadata(key)``. CheckpointError for whatever is wrong with it."""
 
     def __init__(self, path):
         self.path = Path(path)
         self.data = np.memmap(self.path, np.uint8, mode="r")
         self._metadata, self.tensors = read_header(memoryview(self.data), self.path)
-        self.config = self._config()
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        factors = next((n for n in ("rope_freqs.weight", "rope_factors_short.weight") if n in self.tensors), None)
+        if factors is not None:
+            factors = self.read(factors, slice(None))
+        architecture, self.config = gguf_config(self.metadata, self.shapes, factors)
+        family = FAMILIES[architecture]
+        self.interleaved = family.gguf_interleaved
+        self.names = {part: GGUF_TENSORS[part] for part in family.tensors}
 
     def metadata(self, key, default=None):
         """A metadata value in Python's own types, or the default where it is absent."""
         return self._metadata.get(key, default)
 
-    def _required(self, key):
-        value = self.metadata(key)
-        if value is None:
-            raise CheckpointError(f"metadata {key!r} is missing")
-        return value
+    def chat_template(self):
+        """The file's template, or None."""
+        template = self.metadata("tokenizer.chat_template")
+        return template if isinstance(template, str) else None
 
-    def _number(self, key, default=None):
-        value = self._required(key) if default is None else self.metadata(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"metadata {key!r} is {value!r}, wanted a number")
-        return value
-
-    def _config(self):
-        architecture = self._required("general.architecture")
-        if architecture != "llama":
-            raise CheckpointError(f"architecture {architecture!r} is not supported; 'llama' is")
-        name = architecture
-        if self.metadata(f"{name}.rope.scaling.type") not in (None, "none"):
-            kind = self.metadata(f"{name}.rope.scaling.type")
-            raise CheckpointError(f"rotary scaling {kind!r} is not supported yet")
-        if "rope_freqs.weight" in self.tensors:
-            raise CheckpointError("rotary frequency factors (Llama 3.1 scaling) are not supported yet")
-        if self.metadata(f"{name}.expert_count", 0):
-            raise CheckpointError("mixtures of experts are not supported")
-        hidden = self._number(f"{name}.embedding_length")
-        heads = self._number(f"{name}.attention.head_count")
-        head_dim = self._number(f"{name}.attention.key_length", hidden // max(heads, 1))
-        embedding = self.tensors.get("token_embd.weight")
-        if embedding is None:
-            raise CheckpointError("tensor 'token_embd.weight' is missing")
-        return ModelConfig(
-            architecture=architecture,
-            layers=self._number(f"{name}.block_count"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=self._number(f"{name}.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            feed_forward=self._number(f"{name}.feed_forward_length"),
-            vocab=embedding.shape[0],
-            context=self._number(f"{name}.context_length"),
-            rope_dim=self._number(f"{name}.rope.dimension_count", head_dim),
-            rope_base=float(self._number(f"{name}.rope.freq_base", 10000.0)),
-            norm_eps=float(self._number(f"{name}.attention.layer_norm_rms_epsilon")),
-        )
-
-    def has(self, name):
-        """Whether a tensor is in the file."""
-        return name in self.tensors
-
-    def tensor(self, name, shape):
-        """A tensor as float32 of the wanted shape, dequantised. CheckpointError where it is missing or of another kind."""
+    def read(self, name, rows):
+        """Rows of a tensor as float32, dequantised."""
         from gguf import GGML_QUANT_SIZES, dequantize
 
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise CheckpointError(f"tensor {name!r} is missing")
+        tensor = self.tensors[name]
         if tensor.kind.name not in TENSOR_TYPES:
             raise CheckpointError(
                 f"tensor {name!r} has type {tensor.kind.name}, which is not supported; {', '.join(TENSOR_TYPES)} are"
             )
-        if tensor.shape != tuple(shape):
-            raise CheckpointError(f"tensor {name!r} has shape {tensor.shape}, wanted {tuple(shape)}")
-        stored = np.asarray(self.data[tensor.start : tensor.start + tensor.nbytes])
+        start, stop, _ = rows.indices(tensor.shape[0])
+        shape = (stop - start, *tensor.shape[1:])
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        block = GGML_QUANT_SIZES[tensor.kind][0]
+        if len(shape) == 1 and block > 1 and shape != tensor.shape:
+            return self.read(name, slice(None))[rows]
+        stored = np.asarray(self.data[tensor.start + start * row_bytes : tensor.start + stop * row_bytes])
         if tensor.kind.name in ("F32", "F16"):
-            rows = stored.view(np.float32 if tensor.kind.name == "F32" else np.float16)
+            values = stored.view(np.float32 if tensor.kind.name == "F32" else np.float16)
         else:
             # blocks know nothing of rows, and the package takes 16 rows at a time: long ones are read ten times as fast
-            block = GGML_QUANT_SIZES[tensor.kind][0]
-            rows = stored.reshape(_long_rows(math.prod(shape) // block), -1)
-        return np.ascontiguousarray(dequantize(rows, tensor.kind), np.float32).reshape(shape)
-
-    def unpermuted(self, name, heads, shape):
-        """The matrix of q or k with its rows back in half-split order.
-
-        llama files hold the rows of each head interleaved, for rotary pairs (0, 1), (2, 3), …; the runtime pairs i with
-        i + rope_dim / 2, so row 2i goes to i and row 2i + 1 to i + rope_dim / 2 of the rotated part.
-        """
-        rope, head_dim = self.config.rope_dim, self.config.head_dim
-        matrix = self.tensor(name, shape).reshape(heads, head_dim, shape[1])
-        order = np.concatenate((np.arange(0, rope, 2), np.arange(1, rope, 2), np.arange(rope, head_dim)))
-        return matrix[:, order].reshape(shape)
+            values = stored.reshape(_long_rows(math.prod(shape) // block), -1)
+        if values.dtype == np.float32:
+            return values.reshape(shape)
+        return np.ascontiguousarray(dequantize(values, tensor.kind), np.float32).reshape(shape)

@@ -54,14 +54,19 @@ class Resources:
 
 def find_ptxas():
     """The assembler: the installed wheel's, which is as new as NVVM, or one on PATH. FileNotFoundError where there is none."""
+    return find_tool("ptxas", "nvidia-cuda-nvcc")
+
+
+def find_tool(name, package):
+    """A program of CUDA: that of the installed wheel, or one on PATH. FileNotFoundError names the wheel where there is none."""
     spec = find_spec("nvidia")
     for folder in spec.submodule_search_locations if spec else ():
-        for path in sorted(Path(folder).glob("**/bin/ptxas*")):
+        for path in sorted(Path(folder).glob(f"**/bin/{name}*")):
             return str(path)
-    found = shutil.which("ptxas")
+    found = shutil.which(name)
     if found:
         return found
-    raise FileNotFoundError("ptxas was not found: pip install nvidia-cuda-nvcc")
+    raise FileNotFoundError(f"{name} was not found: pip install {package}")
 
 
 @lru_cache(maxsize=4096)
