@@ -166,7 +166,12 @@ def serve_command(options):
     names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context")
     limits = {name: getattr(options, name) for name in names}
     engine = Engine(model, **limits)
-    serve(engine, name=options.name or os.path.basename(os.path.normpath(options.model)), host=options.host, port=options.port)
+    serve(
+        engine,
+        name=options.name or os.path.basename(os.path.normpath(options.model)),
+        host=options.host,
+        port=options.port,
+    )
     return 0
 
 

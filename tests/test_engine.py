@@ -51,12 +51,25 @@ def random_request(rng):
 
 
 def alone(engine, kept, prompt, options):
-    """(text, finish reason) of a request that is the only one; kept: of those that were asked for before."""
+    """(ids, text, finish reason) of the only request, which finds no other's pages; kept: of those asked for before."""
     key = (prompt, repr(sorted(options.items())))
     if key not in kept:
+        engine.prefixes.clear()
         request = engine.submit(prompt, **options)
-        kept[key] = (request.result(), request.finish_reason)
+        kept[key] = (request.ids, request.result(), request.finish_reason)
+        assert request.statistics.reused_tokens == request.statistics.preemptions == 0
     return kept[key]
+
+
+def said(request):
+    """What ``alone`` says of a request that is done."""
+    return request.ids, request.text, request.finish_reason
+
+
+def assert_in_order(engine):
+    """Who came first runs: nobody waits while a younger one runs, and both stand in the order of their arrival."""
+    running, waiting = ([r.number for r in some] for some in (engine._scheduler.running, engine._scheduler.waiting))
+    assert [*running, *waiting] == sorted([*running, *waiting])
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
@@ -83,6 +96,7 @@ def test_a_thousand_requests_that_come_and_go(tiny, ahead):
             sent.append((prompt, options, engine.submit(prompt, **options, **extra)))
         for _ in range(rng.randint(0, 8)):
             engine.step()
+            assert_in_order(engine)
         if rng.random() < 0.1 and sent:
             number = rng.randrange(max(0, len(sent) - 20), len(sent))
             sent[number][2].cancel()
@@ -90,8 +104,9 @@ def test_a_thousand_requests_that_come_and_go(tiny, ahead):
     engine.run()
     reasons = {"end": 0, "stop": 0, "length": 0, "cancelled": 0, "error": 0}
     for number, (prompt, options, request) in enumerate(sent):
-        text, reason = alone(lone, kept, prompt, options)
+        ids, text, reason = alone(lone, kept, prompt, options)
         reasons[request.finish_reason] += 1
+        assert request.ids == ids[: len(request.ids)], number
         if request.finish_reason == "cancelled":
             assert number in cancelled and text.startswith(request.text)
             with pytest.raises(nbk.Cancelled):
@@ -101,7 +116,7 @@ def test_a_thousand_requests_that_come_and_go(tiny, ahead):
             with pytest.raises(OSError, match=f"callback {number}"):
                 request.result()
         else:
-            assert (request.text, request.finish_reason) == (text, reason), number
+            assert said(request) == (ids, text, reason), number
             assert "".join(request) == text
     assert all(reasons.values()), reasons
     statistics = [request.statistics for *_, request in sent]
@@ -132,7 +147,7 @@ def test_an_int8_cache(tiny):
     requests = [engine.submit(prompt, **options) for prompt, options in sent]
     engine.run()
     for (prompt, options), request in zip(sent, requests, strict=True):
-        assert (request.text, request.finish_reason) == alone(lone, kept, prompt, options)
+        assert said(request) == alone(lone, kept, prompt, options)
     assert sum(request.statistics.preemptions for request in requests) and whole(engine)
 
 
@@ -149,6 +164,21 @@ def test_a_callback_may_close_the_engine(tiny, threaded):
     if threaded:
         engine._thread.join(20)
     assert not engine.busy and engine.cache.pages_in_use == 0
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_callback_that_waits_for_a_request_is_told(tiny, threaded):
+    """It would wait for its own thread: the request whose callback it is ends, the other one does not."""
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    waiting = [engine.submit(prompt, on_text=lambda _: other.result()) for prompt in ("the", "fox")]
+    other = engine.submit("zz", max_new_tokens=30)
+    if threaded:
+        engine.start()
+    for request in waiting:
+        with pytest.raises(RuntimeError, match="on_text must not wait"):
+            request.result(20)
+    assert other.result(20) == tiny.generate("zz", max_new_tokens=30)
+    engine.close()
 
 
 def test_threads_submit_and_cancel(tiny):
@@ -276,6 +306,27 @@ def test_the_oldest_prefix_goes_first():
         assert prefixes.keep(other, [5], pages[:1]) == other and prefixes.pages == 1, "behind what was evicted: nothing"
         prefixes.clear()
         assert cache.pages_in_use == 0
+
+
+def test_what_can_be_evicted():
+    """A chunk that only the cache has stays while somebody has one behind it: a sequence whose own pages came back elsewhere."""
+    with nbk.device("cpu"):
+        cache = KVCache(1, 1, 4, np.float32, pages=6, page_size=16, max_sequences=2)
+        prefixes = PrefixCache(cache, 16)
+        sequence = cache.add()
+        cache.reserve((sequence,), 16)
+        cache.count((sequence,), 16)
+        parent = prefixes.keep(0, [1], cache.page_numbers(sequence))
+        saved = cache.save(sequence)
+        cache.free(sequence)
+        assert prefixes.evictable_pages == 1
+        again = cache.restore(saved)
+        cache.reserve((again,), 16)
+        cache.count((again,), 16)
+        prefixes.keep(parent, [2], cache.page_numbers(again)[1:])
+        assert prefixes.pages == 2 and prefixes.evictable_pages == 0 and not prefixes.evict()
+        cache.free(again)
+        assert prefixes.evictable_pages == 2
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8], ids=["float32", "int8"])
@@ -409,7 +460,7 @@ def test_requests_on_a_gpu(tmp_path, dtype, quantize):
             engine.step()
     engine.run()
     for prompt, options, request in sent:
-        assert (request.text, request.finish_reason) == alone(lone, kept, prompt, options)
+        assert said(request) == alone(lone, kept, prompt, options)
     assert whole(engine)
 
 

@@ -152,6 +152,14 @@ def test_stream_gives_the_same_text_in_pieces(tiny):
     assert generation.finish_reason in ("length", "end")
 
 
+def test_prompts_beyond_any_queue(tiny):
+    """The Engine that was made for few of them takes as many as there are."""
+    few, many = ["the"] * 65, ["the", "a"] * 600
+    want = {prompt: tiny.generate(prompt, max_new_tokens=1) for prompt in many}
+    assert tiny.generate(few, max_new_tokens=1) == [want[prompt] for prompt in few]
+    assert tiny.generate(many, max_new_tokens=1) == [want[prompt] for prompt in many]
+
+
 def test_several_prompts_have_the_texts_of_each(tiny):
     prompts = ["the", "a" * 40, "the quick brown fox.", *(f"fox {i}" for i in range(20))]
     options = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3, "stop": "9"}

@@ -37,6 +37,7 @@ from nbkernels.model.tokenizer import TextStream
 PAGE_SIZE = 64  # tokens
 FREE_SHARE = 0.85  # of the GPU's free memory
 HOST_BYTES = 2**30  # that they take at most on other devices
+WAITING_INSIDE = "on_text must not wait for a request"
 
 
 class QueueFull(RuntimeError):
@@ -227,14 +228,12 @@ class Engine:
         self._arrived = deque()  # submitted, not yet seen by a step
         self._cancelled = deque()  # likewise cancelled
         self._working = False  # whether a turn is under way
-        self._flight = (
-            deque()
-        )  # [(request, drafted tokens), …] of each step that was launched and whose tokens were not taken
+        # [(request, drafted tokens), …] of each step that was launched and whose tokens were not taken
+        self._flight = deque()
         self._chosen = []  # (request, tokens) of steps, not yet handed out
         self._number = 0
-        self._ahead = (
-            not self._runner.synchronous
-        )  # whether steps are launched before the tokens of those before are known
+        # whether steps are launched before the tokens of those before are known
+        self._ahead = not self._runner.synchronous
         self._stepping = threading.RLock()  # held by whoever works
         self._changed = threading.Condition()  # something arrived, or came out
         self._thread = None
@@ -387,7 +386,7 @@ class Engine:
         """One turn of work (see above). -> whether there is more to do."""
         with self._stepping:
             if self._working:
-                raise RuntimeError("on_text must not wait for a request")
+                raise RuntimeError(WAITING_INSIDE)
             self._working = True
             try:
                 with self._on_device():
@@ -633,6 +632,8 @@ class Engine:
         if self._thread is None:
             self.step()
             return
+        if self._thread is threading.current_thread():  # it would wait for itself
+            raise RuntimeError(WAITING_INSIDE)
         with self._changed:
             if not enough():
                 self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

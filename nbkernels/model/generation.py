@@ -1,5 +1,6 @@
 """A language model that is loaded and speaks: ``load(path).generate("…", stream=True)``."""
 
+import sys
 import time
 from contextlib import contextmanager
 
@@ -209,7 +210,7 @@ class LanguageModel:
             self._engine = None  # its pages go first
         with self.on_device():
             fit = pages_for(self.config, self.transformer.dtype, ENGINE_PAGE_SIZE, 1 << (most - 1).bit_length())
-        engine = Engine(self, max_batch=rows, pages=max(fit, *pages), max_queue=max(1024, len(prompts)))
+        engine = Engine(self, max_batch=rows, pages=max(fit, *pages), max_queue=sys.maxsize)
         if kept:
             self._engine = engine
         return engine

@@ -3,6 +3,8 @@
 import secrets
 from dataclasses import dataclass, replace
 
+MOST_DRAFTED = 7  # tokens a step
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -47,9 +49,6 @@ def _integer(name, value, wanted, right):
         raise TypeError(f"{name}: {type(value).__name__}, wanted an integer, {wanted}")
     if not right(value):
         raise ValueError(f"{name}: {value}, wanted {wanted}")
-
-
-MOST_DRAFTED = 7
 
 
 def check_new_tokens(max_new_tokens):

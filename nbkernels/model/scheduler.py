@@ -46,8 +46,15 @@ class PrefixCache:
 
     @property
     def evictable_pages(self):
-        """Pages that nobody but this cache has."""
-        return sum(len(chunk.pages) for chunk in self._chunks.values() if self._unshared(chunk))
+        """Pages that ``evict`` would give back, again and again: of chunks that, as all behind them, no sequence shares."""
+        staying = set()
+        for chunk in self._chunks.values():
+            if not self._unshared(chunk):
+                number = chunk.number
+                while number and number not in staying:
+                    staying.add(number)
+                    number = self._chunks[self._keys[number]].parent
+        return sum(len(chunk.pages) for chunk in self._chunks.values() if chunk.number not in staying)
 
     def find(self, parent, ids):
         """The Chunk of these tokens behind a parent, or None."""

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 @dataclass
 class Statistics:
-    """What a generation took. first_token_seconds: from the call to the first token; device_bytes: see backend.memory_bytes.
+    """What a generation took. first_token_seconds: from the call to the first token; memory_bytes: see backend.memory_bytes.
 
     Of an Engine's request also: reused_tokens of the prompt, whose keys and values another request had computed; drafted and
-    accepted tokens of speculation; preemptions: how often it gave way to older requests.
+    accepted tokens of speculation; preemptions: how often it gave way to older requests. Its memory_bytes are 0: the memory is
+    the Engine's.
     """
 
     device: str = ""
