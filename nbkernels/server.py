@@ -6,16 +6,24 @@
     POST /v1/chat/completions    messages, through the model's template
 
 Streams are server-sent events. What a request asks for that is not had is refused with OpenAI's error objects, never left out in
-silence. A client that leaves cancels its requests. There is neither a password nor encryption: it is meant for loopback, or to
+silence:
+
+    400 what is wrong with the call · 404 another model or path · 405, 415 not a POST of JSON · 413 too large a body
+    429 a full queue · 500 the text could not be completed · 503 the server shuts down, or has failed before
+
+A client that leaves cancels its requests. When the process is told to end, nobody new is let in, texts have GRACE_S seconds to
+be completed, and the rest end with an error object. There is neither a password nor encryption: it is meant for loopback, or to
 stand behind something that has both.
 """
 
 import asyncio
 import contextlib
 import json
+import logging
 import time
 import uuid
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -28,6 +36,10 @@ from nbkernels.model.engine import QueueFull
 MAX_BODY_BYTES = 2**20
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat may go on to the end of the context
 MOST_PROMPTS = 64  # in one call for completions
+MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # of each: a text is held against the beginnings of all
+MOST_SHOWN = 500  # characters of an error message
+GRACE_S = 10  # for texts under way when the process is told to end
+LOG = logging.getLogger(__name__)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 # accepted, and of no consequence here
 IGNORED = frozenset(
@@ -63,8 +75,14 @@ class RequestError(Exception):
 
     def __init__(self, status, message, *, param=None, code=None, kind="invalid_request_error"):
         super().__init__(message)
+        message, param = (text and text[:MOST_SHOWN] for text in (message, param))  # what callers wrote is in it
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def shutting_down():
+    """The error of a text that the end of the server cuts off, or that comes too late."""
+    return RequestError(503, "the server is shutting down", code="shutting_down", kind="server_error")
 
 
 class ClientLeft(Exception):
@@ -100,12 +118,31 @@ def create_app(engine, name, *, max_body_bytes=MAX_BODY_BYTES):
 
 
 def serve(engine, *, name, host="127.0.0.1", port=8000):
-    """Serve an Engine's model until the process is interrupted."""
-    import uvicorn
+    """Serve an Engine's model until the process is told to end, by SIGINT or SIGTERM."""
+    Server(engine, name, host=host, port=port, log_level="info", access_log=False).run()
 
-    uvicorn.run(
-        create_app(engine, name), host=host, port=port, log_level="info", access_log=False, timeout_graceful_shutdown=10
-    )
+
+class Server(uvicorn.Server):
+    """uvicorn with an Engine's model; options: of its Config. Texts have ``grace_s`` seconds once it is told to end."""
+
+    def __init__(self, engine, name, *, grace_s=GRACE_S, **options):
+        # uvicorn's own limit cuts off in silence, and comes after ours
+        super().__init__(uvicorn.Config(create_app(engine, name), timeout_graceful_shutdown=grace_s + 10, **options))
+        self.engine = engine
+        self.grace_s = grace_s
+
+    async def shutdown(self, sockets=None):
+        """End in order."""
+
+        async def close_engine():
+            await asyncio.sleep(self.grace_s)
+            await run_in_threadpool(self.engine.close)
+
+        closing = asyncio.create_task(close_engine())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            closing.cancel()
 
 
 def _http_error(_, error):
@@ -187,6 +224,7 @@ class Service:
             raise ClientLeft from None
         try:
             body = json.loads(data)
+            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no text that anybody could take
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -195,7 +233,7 @@ class Service:
         for key, value in body.items():
             if key not in KNOWN:
                 raise RequestError(400, f"{key}: not known here", param=key, code="unknown_parameter")
-            if key in NOT_HAD and value not in NOT_HAD[key]:
+            if key in NOT_HAD and not any(_same(value, nothing) for nothing in NOT_HAD[key]):
                 raise RequestError(400, f"{key}: {value!r} is not supported", param=key, code="unsupported_value")
         self._check_model(_of_type(body, "model", str, "a string", wanted=True))
         return body
@@ -211,15 +249,21 @@ class Service:
                     raise RequestError(400, f"{name}: {tokens}, wanted at least 1", param=name)
                 default_tokens = tokens
         options["max_new_tokens"] = default_tokens
+        if type(options.get("seed")) is int and -(2**63) <= options["seed"] < 0:  # OpenAI's are signed
+            options["seed"] += 2**64
         stop = body.get("stop", [])
         options["stop"] = [stop] if isinstance(stop, str) else stop
-        if not isinstance(options["stop"], list) or len(options["stop"]) > 4:
-            raise RequestError(400, "stop: wanted a string, or up to 4 of them", param="stop")
+        right = isinstance(options["stop"], list) and len(options["stop"]) <= MOST_STOPS
+        if not right or any(isinstance(text, str) and len(text) > MOST_STOP_CHARACTERS for text in options["stop"]):
+            message = (
+                f"stop: wanted a string of at most {MOST_STOP_CHARACTERS} characters, or up to {MOST_STOPS} of them"
+            )
+            raise RequestError(400, message, param="stop")
         options["speculate"] = body.get("speculate", 0)
         return options
 
-    def _submit(self, prompts, options):
-        """A Request a prompt, or RequestError and none."""
+    def _submit(self, prompts, options, source):
+        """A Request a prompt, or RequestError and none; source: what the body calls the prompts."""
         engine, made = self.engine, []
         try:
             for prompt in prompts:
@@ -235,11 +279,15 @@ class Service:
                     429, f"{error}; try again later", code="queue_full", kind="rate_limit_error"
                 ) from None
             if isinstance(error, ValueError | TypeError):
-                param = _param_of(error)
-                code = "context_length_exceeded" if param == "prompt" and " tokens" in str(error) else "invalid_value"
-                raise RequestError(400, str(error), param=param, code=code) from None
-            if isinstance(error, RuntimeError):  # the engine is closing, or has failed
-                raise RequestError(503, str(error), code="unavailable", kind="server_error") from None
+                param, message = _param_of(error), str(error)
+                code = "context_length_exceeded" if param == "prompt" and " tokens" in message else "invalid_value"
+                if param == "prompt":
+                    param, message = source, source + message.removeprefix(param)
+                raise RequestError(400, message, param=param, code=code) from None
+            if isinstance(error, RuntimeError):
+                if engine.failed:
+                    raise RequestError(503, str(error), code="unavailable", kind="server_error") from None
+                raise shutting_down() from None
             raise
         return made
 
@@ -248,7 +296,7 @@ class Service:
         include_usage = _include_usage(body, stream)
         options = self._options(body, COMPLETION_TOKENS if form is _Completion else None)
         # a long text takes a while to cut into tokens
-        requests = await run_in_threadpool(self._submit, prompts, options)
+        requests = await run_in_threadpool(self._submit, prompts, options, form.source)
         answer = form(self.name, requests)
         if stream:
             return _EventStream(self.engine, answer, include_usage)
@@ -257,7 +305,7 @@ class Service:
         except ClientLeft:
             raise
         except Exception as error:
-            raise RequestError(500, f"the text could not be completed: {error}", kind="server_error") from error
+            raise _incomplete(error) from None
         finally:
             for one in requests:
                 one.cancel()
@@ -270,8 +318,38 @@ async def _all_pieces(engine, requests):
     async def one(request):
         async for _ in engine.pieces(request):
             pass
+        _check_complete(request)
 
-    await asyncio.gather(*map(one, requests))
+    await _together(map(one, requests))
+
+
+def _check_complete(request):
+    # a client that leaves ends what waits for its requests: the Engine was closed
+    if request.finish_reason == "cancelled":
+        raise shutting_down()
+
+
+def _incomplete(error):
+    """The RequestError of texts that an error has ended; what is no fault of the caller's goes to the log."""
+    if isinstance(error, RequestError):
+        return error
+    LOG.error("a text could not be completed", exc_info=error)
+    return RequestError(500, f"the text could not be completed: {error}", kind="server_error")
+
+
+async def _together(works):
+    """Await all; where one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _unless_gone(receive, work):
@@ -288,9 +366,7 @@ async def _unless_gone(receive, work):
             raise ClientLeft
         return tasks[0].result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(tasks)
 
 
 class _EventStream(Response):
@@ -328,15 +404,16 @@ class _EventStream(Response):
                 await event(self._chunk([first]))
             async for piece in self.engine.pieces(request):
                 await event(self._chunk([self.answer.piece(index, piece)]))
+            _check_complete(request)
             await event(self._chunk([self.answer.last(index, request)]))
 
         try:
-            await asyncio.gather(*(one(i, r) for i, r in enumerate(self.answer.requests)))
+            await _together(one(i, r) for i, r in enumerate(self.answer.requests))
             if self.include_usage:
                 await event({**self._chunk([]), "usage": self.answer.usage()})
             await event("[DONE]")
         except Exception as error:
-            await event(RequestError(500, f"the text could not be completed: {error}", kind="server_error").body)
+            await event(_incomplete(error).body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _chunk(self, choices):
@@ -349,7 +426,7 @@ class _EventStream(Response):
 class _Completion:
     """An answer of /v1/completions: a choice a Request."""
 
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, object, chunk_object, source = "cmpl", "text_completion", "text_completion", "prompt"
 
     def __init__(self, model, requests):
         self.model = model
@@ -400,7 +477,7 @@ class _Completion:
 class _Chat(_Completion):
     """An answer of /v1/chat/completions."""
 
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object, source = "chatcmpl", "chat.completion", "chat.completion.chunk", "messages"
 
     def complete(self, index, request):
         message = {"role": "assistant", "content": request.text, "refusal": None}
@@ -488,7 +565,12 @@ def _messages(messages):
 
 
 def _param_of(error):
-    """The argument that a ValueError or TypeError names."""
+    """The argument that a ValueError or TypeError names, or None."""
     name = str(error).partition(":")[0].partition("[")[0]
     name = {"max_new_tokens": "max_tokens"}.get(name, name)
     return name if name.isidentifier() else None
+
+
+def _same(value, other):
+    """Equality that tells False from 0."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -21,22 +21,21 @@ httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
-from nbkernels.server import MAX_BODY_BYTES, create_app  # noqa: E402
+from nbkernels.server import MAX_BODY_BYTES, MOST_SHOWN, Server  # noqa: E402
 
 SMALL = {"page_size": 16, "prefill_tokens": 16, "pages": 40, "max_batch": 8}
 
 
 class Served:
-    """A tiny model behind uvicorn in a thread, and clients for it."""
+    """A tiny model behind uvicorn in a thread, and clients for it. Once ended, texts have ``grace_s`` seconds."""
 
-    def __init__(self, model, **settings):
+    def __init__(self, model, grace_s=10, **settings):
         self.engine = Engine(model, **{**SMALL, **settings})
         self.model = model
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(create_app(self.engine, "tiny"), log_level="error")
-        self.server = uvicorn.Server(config)
+        self.server = Server(self.engine, "tiny", grace_s=grace_s, log_level="error")
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
         while not self.server.started:
@@ -154,8 +153,7 @@ def test_sixty_four_at_once(served, client):
 
 def test_clients_that_leave(served, client, monkeypatch):
     """Mid-stream, and while a whole answer is awaited: their requests end early, and nothing stays."""
-    launch = served.engine._runner.launch
-    monkeypatch.setattr(served.engine._runner, "launch", lambda rows: (time.sleep(0.02), launch(rows)))
+    slow_down(monkeypatch, served, 0.02)
     options = {"model": "tiny", "prompt": "the quick", "max_tokens": 50, "temperature": 2.0, "seed": 8}
     served.engine.submit("the quick", max_new_tokens=50, temperature=2.0, seed=8).result()
     finished = []
@@ -197,6 +195,14 @@ def test_clients_that_leave(served, client, monkeypatch):
         ({"model": "tiny", "prompt": "a", "seed": "x"}, 400, "seed"),
         ({"model": "tiny", "prompt": "a", "stop": ["a"] * 5}, 400, "stop"),
         ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop"),
+        ({"model": "tiny", "prompt": "a", "stop": "a" * 257}, 400, "stop: wanted a string of at most 256"),
+        ({"model": "tiny", "prompt": "a", "seed": -(2**63) - 1}, 400, "seed"),
+        ({"model": "tiny", "prompt": "a", "temperature": float("nan")}, 400, "temperature: nan"),
+        ({"model": "tiny", "prompt": "a", "logprobs": 0}, 400, "logprobs: 0 is not supported"),
+        ({"model": "tiny", "prompt": "a", "n": True}, 400, "n: True is not supported"),
+        ({"model": "tiny", "prompt": "a\ud800"}, 400, "surrogates not allowed"),
+        ({"model": "tiny", "prompt": "a", "\ud800": 1}, 400, "surrogates not allowed"),
+        ({"model": "tiny", "prompt": "a", "x" * 10**5: 1}, 400, "x" * MOST_SHOWN),
         ({"model": "tiny", "prompt": "a", "n": 2}, 400, "n: 2 is not supported"),
         ({"model": "tiny", "prompt": "a", "logit_bias": {"1": 5}}, 400, "logit_bias"),
         ({"model": "tiny", "prompt": "a", "tempreature": 1}, 400, "tempreature: not known"),
@@ -212,6 +218,19 @@ def test_wrong_calls(served, client, body, status, text):
     error = answer.json()["error"]
     assert answer.status_code == status and text in error["message"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert len(error["message"]) < MOST_SHOWN + 10
+
+
+def test_a_chat_that_is_too_long(client):
+    with pytest.raises(openai.BadRequestError, match=r"messages: \d+ tokens, wanted at most") as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "b" * 64}])
+    assert caught.value.param == "messages" and caught.value.code == "context_length_exceeded"
+
+
+def test_seeds_are_signed(served, client):
+    options = {"model": "tiny", "prompt": "the", "max_tokens": 9, "temperature": 2.0}
+    texts = [client.completions.create(**options, seed=seed).choices[0].text for seed in (-1, 2**64 - 1, 1)]
+    assert texts[0] == texts[1] == served.model.generate("the", max_new_tokens=9, temperature=2.0, seed=2**64 - 1)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +284,76 @@ def test_the_console_command(tmp_path):
         process.stderr.close()
 
 
+def slow_down(monkeypatch, served, seconds):
+    launch = served.engine._runner.launch
+    monkeypatch.setattr(served.engine._runner, "launch", lambda rows: (time.sleep(seconds), launch(rows)))
+
+
+LONG = {"model": "tiny", "prompt": "the quick", "max_tokens": 50, "temperature": 2.0, "seed": 8}
+
+
+def test_texts_are_completed_when_the_server_ends(model, monkeypatch):
+    served = Served(model)
+    slow_down(monkeypatch, served, 0.02)
+    stream = served.client.completions.create(**LONG, stream=True)
+    texts = [next(iter(stream)).choices[0].text]
+    served.server.should_exit = True
+    texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts) == model.generate("the quick", max_new_tokens=50, temperature=2.0, seed=8)
+    served.close()
+    with pytest.raises(openai.APIConnectionError):
+        served.client.models.list()
+
+
+def test_texts_that_the_end_of_the_server_cuts_off(model, monkeypatch):
+    """A stream ends with an error, a whole answer is one, and both say why."""
+    served = Served(model, grace_s=0.2)
+    slow_down(monkeypatch, served, 0.1)
+    whole = []
+
+    def ask():
+        with pytest.raises(openai.InternalServerError) as caught:
+            served.client.completions.create(**LONG)
+        whole.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    stream = served.client.completions.create(**LONG, stream=True)
+    assert next(iter(stream)).choices[0].text
+    began = time.monotonic()
+    served.server.should_exit = True
+    with pytest.raises(openai.APIError, match="the server is shutting down") as caught:
+        list(stream)
+    asking.join(20)
+    assert time.monotonic() - began < 5
+    assert caught.value.code == whole[0].code == "shutting_down" and whole[0].status_code == 503
+    served.close()
+
+
+def test_a_call_that_comes_too_late(model):
+    served = Served(model)
+    served.engine.close()
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            served.client.completions.create(model="tiny", prompt="the", stream=stream)
+        assert caught.value.status_code == 503
+    served.close()
+
+
+def test_a_client_that_leaves_within_its_body(served, client):
+    """Nothing was asked for yet, and nothing stays of it."""
+    for body in (b'{"model": "tiny", ', b""):
+        with socket.create_connection(served.url.removeprefix("http://").split(":")) as half:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+            half.sendall(head + body)
+    assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
+    assert served.http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
 def test_a_full_queue(model, monkeypatch):
     served = Served(model, max_batch=1, max_queue=1)
     try:
-        launch = served.engine._runner.launch
-        monkeypatch.setattr(served.engine._runner, "launch", lambda rows: (time.sleep(0.05), launch(rows)))
+        slow_down(monkeypatch, served, 0.05)
         first = served.engine.submit("the quick", max_new_tokens=50, temperature=2.0, seed=8)
         next(first)
         waiting = served.engine.submit("the", max_new_tokens=2)

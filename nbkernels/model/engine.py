@@ -301,7 +301,8 @@ class Engine:
 
     async def pieces(self, request):
         """The pieces of a Request for asyncio; cancels it where they are not all taken."""
-        self.start()
+        if self._thread is None:
+            self.start()
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 
