@@ -23,9 +23,7 @@ def build_parser():
     generate = commands.add_parser("generate", help="continue a prompt, or chat, with a model on disk")
     add_generate_arguments(generate)
     generate.set_defaults(run=generate_command)
-    serve = commands.add_parser("serve", help="a small HTTP server with OpenAI-compatible endpoints")
-    add_serve_arguments(serve)
-    serve.set_defaults(run=serve_command)
+    add_serve_command(commands)
     inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
     inspect.add_argument(
         "operation", help="softmax, attention, decode, int8_matmul, …, or a kernel of yours: path.py:function"
@@ -130,28 +128,73 @@ def add_load_arguments(parser):
     )
 
 
-def add_serve_arguments(parser):
-    """The arguments of ``serve``."""
-    parser.add_argument("model", metavar="MODEL", help="a model that nbkernels.load takes")
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine alone")
-    parser.add_argument("--port", type=int, default=8000, metavar="N")
+SERVE_DESCRIPTION = """\
+An HTTP server for one model, with OpenAI's endpoints:
+
+  POST /v1/chat/completions    messages, through the model's template
+  POST /v1/completions         prompts: strings or token ids
+  GET  /v1/models, /health
+
+Many requests are decoded at once; what one says does not depend on the others. There is neither a password nor
+encryption: it listens to this machine alone unless --host says otherwise. Ctrl-C lets texts under way end first.
+"""
+SERVE_EXAMPLE = """\
+for example:
+  nbkernels serve --port 8000
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "SmolLM2-135M-Instruct.Q4_1.gguf", "prompt": "The capital of France is", "temperature": 0}'
+"""
+
+
+def add_serve_command(commands):
+    """``serve``."""
+    parser = commands.add_parser(
+        "serve",
+        help="a small HTTP server with OpenAI-compatible endpoints",
+        description=SERVE_DESCRIPTION,
+        epilog=SERVE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder or a GGUF file (default: the demo's SmolLM2-135M-Instruct)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000")
     parser.add_argument("--name", help="what clients call the model (default: the file's name)")
     add_load_arguments(parser)
-    parser.add_argument("--max-batch", type=int, default=64, metavar="N", help="requests that are decoded at once")
-    parser.add_argument("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument(
+        "--cache-dtype", choices=("int8",), help="of keys and values; twice as many tokens fit (default: the model's)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its text (default: the model's)"
+    )
     parser.add_argument(
         "--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: what the context holds)"
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=64, metavar="N", help="requests that are decoded at once (default: 64)"
+    )
+    parser.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N", help="requests that may wait, beyond it 429 (default: 1024)"
     )
     parser.add_argument(
         "--prefill-tokens",
         type=int,
         default=512,
         metavar="N",
-        help="prompts are read, and shared, in chunks of so many",
+        help="prompts are read, and shared, in chunks of so many, a multiple of 64 (default: 512)",
     )
-    parser.add_argument(
-        "--context", type=int, metavar="N", help="tokens of a prompt and its text (default: the model's)"
-    )
+    parser.set_defaults(run=serve_command)
+
+
+def _port(text):
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"{port}, wanted 0 to 65535")
+    return port
 
 
 def serve_command(options):
@@ -160,24 +203,31 @@ def serve_command(options):
     from nbkernels.model.loading import load
     from nbkernels.server import serve
 
+    path = _model_path(options.model)
     if sys.stderr.isatty():
         compiling.announce = _say_compiling
-    model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
-    names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context")
-    limits = {name: getattr(options, name) for name in names}
-    engine = Engine(model, **limits)
-    serve(
-        engine,
-        name=options.name or os.path.basename(os.path.normpath(options.model)),
-        host=options.host,
-        port=options.port,
-    )
+    model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
+    names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context", "cache_dtype")
+    engine = Engine(model, **{name: getattr(options, name) for name in names})
+    name = options.name or os.path.basename(os.path.normpath(path))
+    serve(engine, name=name, host=options.host, port=options.port)
     return 0
+
+
+def _model_path(given):
+    """The path given, or where it is None the demo's. FileNotFoundError where that one has not been fetched."""
+    from nbkernels.model import demo_model
+
+    path = given or demo_model.path()
+    if given is None and not path.exists():
+        raise FileNotFoundError(
+            f"no model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
+        )
+    return path
 
 
 def generate_command(options):
     """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
-    from nbkernels.model import demo_model
     from nbkernels.model.loading import load
     from nbkernels.model.sampling import SamplingOptions
 
@@ -187,11 +237,7 @@ def generate_command(options):
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     }
     SamplingOptions(**sampling)  # a wrong option is told before a model is loaded
-    path = options.model or demo_model.path()
-    if options.model is None and not path.exists():
-        raise FileNotFoundError(
-            f"no --model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
-        )
+    path = _model_path(options.model)
     if sys.stderr.isatty():
         compiling.announce = _say_compiling
     prompt = options.prompt
