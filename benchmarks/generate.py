@@ -5,10 +5,17 @@ Each figure of a decode step stands beside the bytes that it must read (weights 
 of a device-to-device copy; that of a prompt beside the rate of a bf16 product. With torch, the products of a layer alone, int8
 weights dequantised by torch.compile, are what a peer's step cannot be faster than.
 
+The start is that of a process of its own, from its first instruction to its first piece of text, kernels to be compiled and kept.
+Behind a full batch stands by how much the device's memory in use has grown over STEPS_64 steps, some 10,000 tokens.
+
 A run takes at most TIME_LIMIT_S: what does not begin before is named, and left out. ``--match`` chooses by model and part, as in
 "Llama-3-8B int8, batch 64"; ``--without torch.compile`` leaves the peer out. On the CPU only the demo's model is measured.
 """
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -51,7 +58,8 @@ MODELS = (
 TIME_LIMIT_S = 100
 RANDOM_ELEMENTS = 2**24  # made on the host once; every matrix is cut from them, beginning elsewhere
 DEVIATION = 0.02
-STEPS = 64  # that are timed
+STEPS, STEPS_64 = 64, 160  # that are timed, of batch 1 and 64
+START_TIMEOUT_S = 120
 LONG_PROMPT = 8192
 
 
@@ -173,8 +181,10 @@ def batch_1(model, speeds, context=512, steps=STEPS):
     return decode_row(transformer, 1, context, seconds, replay, kernels, speeds)
 
 
-def batch_64(model, speeds, context=1024, steps=STEPS, rows=64, chunk=8192):
+def batch_64(model, speeds, context=1024, steps=STEPS_64, rows=64, chunk=8192):
     """Tokens a second of as many requests as a batch holds, each with a prompt of its own, through the Engine.
+
+    ``context`` tokens stand before the first step that counts.
 
     chunk: of prompts a turn, whole ones here, so that the first of them don't end before the last is read.
     """
@@ -188,7 +198,7 @@ def batch_64(model, speeds, context=1024, steps=STEPS, rows=64, chunk=8192):
     prefill = time.perf_counter() - start
     for _ in range(3):
         engine.step()
-    before = [len(request.ids) for request in requests]
+    before, memory = [len(request.ids) for request in requests], device_bytes(model)
     start = time.perf_counter()
     count = 0
     while count < steps and not any(request.done for request in requests):
@@ -196,15 +206,22 @@ def batch_64(model, speeds, context=1024, steps=STEPS, rows=64, chunk=8192):
         count += 1
     elapsed = time.perf_counter() - start
     made = sum(len(request.ids) for request in requests) - sum(before)
-    replay = kernels = None
+    replay, kernels, grown = None, None, {}
     if on_gpu(model):
+        grown = {"memory_growth_bytes": device_bytes(model) - memory, "tokens": made}
         runner = engine._runner
         with engine._on_device():  # the last step once more, and again
             replay = timed(runner.repeat, steps, finish=lambda: backend.fetch(runner.logits))
             kernels = kernel_seconds(runner.repeat)
     engine.close()
     row = decode_row(model.transformer, rows, context, elapsed * rows / max(made, 1), replay, kernels, speeds)
-    return {**row, "prefill_tokens_per_second": rows * context / prefill}
+    return {**row, "prefill_tokens_per_second": rows * context / prefill, **grown}
+
+
+def device_bytes(model):
+    """Bytes of a GPU's memory in use; of other devices what ``backend.memory_bytes`` says."""
+    with model.on_device():
+        return backend.memory_bytes()
 
 
 def long_prompt(model, speeds, tokens=LONG_PROMPT, chunks=(512, 2048, 8192)):
@@ -371,6 +388,33 @@ def measure(options):
     }
 
 
+def start(path, kind):
+    """Seconds from the start of a process to the first piece of a model's text: with no kernels kept, and then with all."""
+    seconds = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(2):
+            seconds.append(first_piece_seconds(path, kind, cache))
+    return {"first_token_seconds, empty cache": seconds[0], "first_token_seconds, kernels kept": seconds[1]}
+
+
+def first_piece_seconds(path, kind, cache):
+    """Of ``nbkernels generate`` with a model; cache: the folder of its compiled kernels."""
+    options = ["--model", path, "--device", kind, "--max-new-tokens", "8", "--no-summary"]
+    command = [sys.executable, "-m", "nbkernels.cli", "generate", PROMPT, *map(str, options)]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "NBKERNELS_CACHE": cache})
+    try:
+        first = process.stdout.read(1)
+        seconds = time.perf_counter() - began
+        process.communicate(timeout=START_TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+    if process.returncode or not first:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    return seconds
+
+
 # ---- the run -----------------------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +431,9 @@ def jobs(kind, match="", without=()):
             if "torch.compile" not in without:
                 names += [f"{model[0]}, torch.compile's products, batch {rows}" for rows in (1, 64)]
             found.append((names, lambda speeds, model=model, names=names: measure_model(model, names, speeds, match)))
+    if demo_model.path().exists():  # last: it takes longest
+        name = "SmolLM2-135M-Instruct, start"
+        found.append(([name], lambda speeds: [(name, start(demo_model.path(), kind))]))
     return [(names, job) for names, job in found if any(match in name for name in names)]
 
 

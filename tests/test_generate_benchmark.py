@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_model
 
 import nbkernels as nbk
 from benchmarks import generate
@@ -47,6 +48,15 @@ def test_prompts(model):
     row = generate.long_prompt(model, SPEEDS, 32, (16, 32))
     rates = [row[f"flops_a_second, chunks of {chunk}"] for chunk in (16, 32)]
     np.testing.assert_allclose(row["of_matmul"], max(rates) / 1e9)
+
+
+def test_the_start(tmp_path):
+    pytest.importorskip("gguf")
+    row = generate.start(tiny_model.write(tmp_path / "tiny.gguf"), "cpu")
+    assert list(row) == ["first_token_seconds, empty cache", "first_token_seconds, kernels kept"]
+    assert all(0.05 < seconds < 60 for seconds in row.values())
+    with pytest.raises(RuntimeError, match="ended with 2"):
+        generate.start(tmp_path / "missing.gguf", "cpu")
 
 
 def test_bytes_and_operations():
