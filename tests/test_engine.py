@@ -9,6 +9,7 @@ import pytest
 import tiny_model
 
 import nbkernels as nbk
+from nbkernels.model import backend
 from nbkernels.model.engine import Engine
 from nbkernels.model.kv_cache import KVCache, OutOfPages
 from nbkernels.model.prompt_lookup import PromptLookup
@@ -439,6 +440,23 @@ def test_a_batch_on_the_emulator(tmp_path, arch, dtype, quantize):
         lone.result()
         assert request.ids == lone.ids
     assert whole(engine)
+
+
+@pytest.mark.parametrize("kind", ["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_neighbour_of_many_pages(tmp_path, monkeypatch, kind):
+    """The table is as wide as its context: the other's keys are walked in two splits, one of them empty, with the same bits."""
+    monkeypatch.setattr(tiny_model, "CONTEXT", 320)
+    with nbk.device(kind, arch="sm_90a" if kind == "emulator" else None):
+        model = nbk.load(tiny_model.write(tmp_path / "t.gguf"), device=kind, dtype="bfloat16")
+    engine = Engine(model, max_batch=4, pages=10)
+    found = []
+    for neighbours in ((), ("fox " * 70,)):
+        options = {"max_new_tokens": 3, "temperature": 1.0, "seed": 5}
+        request, *_ = [engine.submit(prompt, **options) for prompt in ("the quick", *neighbours)]
+        engine.run()
+        with engine._on_device():
+            found.append((request.ids, backend.fetch(engine._runner.logits)[0].tolist()))
+    assert engine._runner._last[:2] == (2, 5) and found[0] == found[1]
 
 
 @pytest.mark.gpu
