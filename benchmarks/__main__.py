@@ -19,11 +19,13 @@ ANY_DEVICE = (
     "quality",
 )  # these measure by themselves; the others need torch and a GPU
 
+OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
+
 
 def names():
     """The benchmarks there are."""
     folder = Path(__file__).parent
-    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "harness")
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem not in OTHERS)
 
 
 def main():

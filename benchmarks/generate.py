@@ -2,14 +2,15 @@
 
 Random weights of Llama-3-8B's and SmolLM2-135M's shapes, made on the device, and SmolLM2-135M itself where its file is at hand.
 Each figure of a decode step stands beside the bytes that it must read (weights once, keys and values of the context) at the speed
-of a device-to-device copy; that of a prompt beside the rate of a bf16 product. With torch, the products of a layer alone, int8
-weights dequantised by torch.compile, are what a peer's step cannot be faster than.
+of a device-to-device copy; that of a prompt beside the rate of a bf16 product. With torch and transformers, steps of theirs are
+measured too (``generate_peers``), and how many times as many tokens ours are.
 
 The start is that of a process of its own, from its first instruction to its first piece of text, kernels to be compiled and kept.
 Behind a full batch stands by how much the device's memory in use has grown over STEPS_64 steps, some 10,000 tokens.
 
-A run takes at most TIME_LIMIT_S: what does not begin before is named, and left out. ``--match`` chooses by model and part, as in
-"Llama-3-8B int8, batch 64"; ``--without torch.compile`` leaves the peer out. On the CPU only the demo's model is measured.
+What has not begun after TIME_LIMIT_S is named, and left out. ``--match`` chooses by model and part, as in "Llama-3-8B int8,
+batch 64"; ``--without torch.compile --without transformers`` leaves the peers out, which take minutes. On the CPU only the
+demo's model is measured.
 """
 
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 import nbkernels as nbk
-from benchmarks import harness
+from benchmarks import generate_peers, harness
 from nbkernels import ops
 from nbkernels.arrays import bfloat16
 from nbkernels.launch.device import current
@@ -55,7 +56,13 @@ MODELS = (
     ("SmolLM2-135M bf16", SMOLLM2, True, None),
     ("SmolLM2-135M int8", SMOLLM2, True, "int8"),
 )
-TIME_LIMIT_S = 100
+# of whom a peer is measured, and what: (sequences, context, function of (model, sequences, context, steps))
+PEER_STEPS = {
+    "torch.compile, batch 1": (1, 512, generate_peers.step_seconds),
+    "transformers, batch 64": (64, 1024, generate_peers.generate_seconds),
+}
+PEERS = {"Llama-3-8B int8": tuple(PEER_STEPS), "SmolLM2-135M bf16": ("torch.compile, batch 1",)}
+TIME_LIMIT_S = 420
 RANDOM_ELEMENTS = 2**24  # made on the host once; every matrix is cut from them, beginning elsewhere
 DEVIATION = 0.02
 STEPS, STEPS_64 = 64, 160  # that are timed, of batch 1 and 64
@@ -324,44 +331,33 @@ def measure_speeds():
     return speeds
 
 
-def peer_step(config, rows, quantize, layers=4):
-    """Seconds of the products alone of a step by torch.compile, weights int8 with a scale a row, or bf16; None without torch.
+def measure_peers(label, names, steps=STEPS):
+    """Yields (name, row) of transformers' steps with one of MODELS, or with "failed"; names: those wanted."""
+    (model,) = (model for model in MODELS if model[0] == label)
+    llama = None
+    for peer in PEERS[label]:
+        if f"{label}, {peer}" not in names:
+            continue
+        try:
+            llama = llama or generate_peers.random_llama(*model[1:], harness.torch.device("cuda"))
+            rows, context, function = PEER_STEPS[peer]
+            seconds = function(llama, rows, context, steps)
+            row = {"context": context, "tokens_per_second": rows / seconds, "step_ms": seconds * 1e3}
+        except Exception as error:  # of another's package, of which there are many versions
+            row = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        yield f"{label}, {peer}", row
 
-    Of ``layers`` layers with weights of their own, so that none is in L2 from the step before, and the head.
-    """
-    torch = harness.torch
-    if torch is None or not torch.cuda.is_available():
-        return None
-    torch._dynamo.reset()  # else the shapes of earlier calls count towards its limit, and it stops compiling
-    width, kv_width = config.q_width, config.kv_width
-    shapes = [
-        (width + 2 * kv_width, config.hidden),
-        (config.hidden, width),
-        (2 * config.feed_forward, config.hidden),
-        (config.hidden, config.feed_forward),
-    ]
 
-    def weight(rows_, columns):
-        if quantize is None:
-            return torch.randn(rows_, columns, device="cuda", dtype=torch.bfloat16), None
-        values = torch.randint(-127, 128, (rows_, columns), device="cuda", dtype=torch.int8)
-        return values, torch.rand(rows_, device="cuda", dtype=torch.bfloat16)
-
-    def linear(x, values, scales):
-        y = torch.nn.functional.linear(x, values.to(x.dtype))
-        return y if scales is None else y * scales
-
-    compiled = torch.compile(linear, dynamic=False)
-    inputs = {n: torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in {c for _, c in shapes}}
-
-    def products(weights):
-        for values, scales in weights:
-            compiled(inputs[values.shape[1]], values, scales)
-
-    some = [[weight(*shape) for shape in shapes] for _ in range(layers)]
-    a_layer = harness.time_call(products, some)
-    head = harness.time_call(products, [[weight(config.vocab, config.hidden)] for _ in range(2)])
-    return (config.layers * a_layer + head) * 1e-6
+def ratios(rows):
+    """A row for each peer's that has a counterpart of ours: how many times as many tokens a second ours are."""
+    speed = {row["model"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
+    found = []
+    for label, peers in PEERS.items():
+        for peer in peers:
+            ours, theirs = f"{label}, batch {PEER_STEPS[peer][0]}", f"{label}, {peer}"
+            if ours in speed and theirs in speed:
+                found.append({"model": f"{ours}, of {peer}", "times": speed[ours] / speed[theirs]})
+    return found
 
 
 # ---- the demo's model --------------------------------------------------------------------------------------------------------
@@ -428,16 +424,19 @@ def jobs(kind, match="", without=()):
     if kind == "cuda":
         for model in MODELS:
             names = [f"{model[0]}, {part}" for part, _ in PARTS]
-            if "torch.compile" not in without:
-                names += [f"{model[0]}, torch.compile's products, batch {rows}" for rows in (1, 64)]
-            found.append((names, lambda speeds, model=model, names=names: measure_model(model, names, speeds, match)))
-    if demo_model.path().exists():  # last: it takes longest
+            found.append((names, lambda speeds, model=model: measure_model(model, speeds, match)))
+    if demo_model.path().exists():  # it takes long, and peers longer
         name = "SmolLM2-135M-Instruct, start"
         found.append(([name], lambda speeds: [(name, start(demo_model.path(), kind))]))
+    if kind == "cuda" and generate_peers.available():
+        for label, peers in PEERS.items():
+            names = [f"{label}, {peer}" for peer in peers if not any(other in peer for other in without)]
+            wanted = [name for name in names if match in name]
+            found.append((names, lambda speeds, label=label, wanted=wanted: measure_peers(label, wanted)))
     return [(names, job) for names, job in found if any(match in name for name in names)]
 
 
-def measure_model(model, names, speeds, match):
+def measure_model(model, speeds, match):
     """Yields (name, row) of the parts of a random model that match."""
     label, config, tied, quantize = model
     chosen = [(f"{label}, {part}", function) for part, function in PARTS if match in f"{label}, {part}"]
@@ -448,13 +447,6 @@ def measure_model(model, names, speeds, match):
         making = time.perf_counter() - start
         for name, function in chosen:
             yield name, {**function(loaded, speeds), "making_seconds": making}
-        del loaded
-    for rows in (1, 64):
-        name = f"{label}, torch.compile's products, batch {rows}"
-        if name in names and match in name:
-            seconds = peer_step(config, rows, quantize)
-            if seconds is not None:
-                yield name, {"tokens_per_second": rows / seconds, "step_ms": seconds * 1e3}
 
 
 def run(report, options=None):
@@ -476,8 +468,11 @@ def run(report, options=None):
             if time.perf_counter() - began >= TIME_LIMIT_S:
                 break
         if left:
-            rows.append({"model": ", ".join(left), "left_out": f"no time in {TIME_LIMIT_S} s, or no torch"})
+            rows.append({"model": ", ".join(left), "left_out": f"no time in {TIME_LIMIT_S} s"})
             show(rows[-1])
+    for row in ratios(rows):
+        rows.append(row)
+        show(row)
     report(rows)
 
 

@@ -81,8 +81,49 @@ def test_random_matrices_differ():
 def test_what_is_chosen():
     names = [name for found, _ in generate.jobs("cuda", "Llama-3-8B int8, batch 64") for name in found]
     assert "Llama-3-8B int8, batch 64" in names and not any("SmolLM2" in name for name in names)
-    every = [name for found, _ in generate.jobs("cuda", "", ("torch.compile",)) for name in found]
-    assert len(every) >= 12 and not any("torch" in name for name in every)
+
+
+def test_peers_are_chosen_and_left_out(monkeypatch):
+    monkeypatch.setattr(generate.generate_peers, "available", lambda: True)
+    peers = [
+        [name for found, _ in generate.jobs("cuda", "", without) for name in found]
+        for without in ((), ("torch.compile",))
+    ]
+    assert set(peers[0]) - set(peers[1]) == {f"{label}, torch.compile, batch 1" for label in generate.PEERS}
+    assert len(peers[1]) >= 12 and "Llama-3-8B int8, transformers, batch 64" in peers[1]
+
+
+def test_ratios():
+    speeds = {
+        "Llama-3-8B int8, batch 1": 500.0,
+        "Llama-3-8B int8, torch.compile, batch 1": 200.0,
+        "Llama-3-8B int8, batch 64": 9.0,
+    }
+    rows = [{"model": name, "tokens_per_second": speed} for name, speed in speeds.items()]
+    want = {"model": "Llama-3-8B int8, batch 1, of torch.compile, batch 1", "times": 2.5}
+    assert generate.ratios([*rows, {"model": "Llama-3-8B int8, transformers, batch 64", "failed": "x"}]) == [want]
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_peer(quantize, monkeypatch):
+    """The weights' parts that a step reads are those of ours, and steps follow one another."""
+    peers, torch = generate.generate_peers, pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    model = peers.random_llama(TINY, True, quantize, torch.device("cpu"), torch.float32)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linears) == (0 if quantize else 7 * TINY.layers + 1)
+    assert peers.step_seconds(model, 1, 16, 4, compiled=False) > 0
+    monkeypatch.setattr(peers.time, "perf_counter", iter([0, 9, 0, 7, 0, 5, 0, 1]).__next__)
+    assert peers.generate_seconds(model, 3, 16, 4) == 1
+
+
+def test_a_peer_that_fails_says_so(monkeypatch):
+    monkeypatch.setattr(generate.harness, "torch", SimpleNamespace(device=lambda name: name))
+    monkeypatch.setattr(generate.generate_peers, "random_llama", lambda *_: 1 / 0)
+    ((name, row),) = generate.measure_peers("SmolLM2-135M bf16", ["SmolLM2-135M bf16, torch.compile, batch 1"])
+    assert name == "SmolLM2-135M bf16, torch.compile, batch 1" and row == {
+        "failed": "ZeroDivisionError: division by zero"
+    }
 
 
 def test_a_run_keeps_what_it_measured(monkeypatch):
