@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate``, ``serve``, ``profile``, ``inspect`` and their like."""
+"""The console command: ``nbkernels generate``, ``serve``, ``profile``, ``inspect``, ``learn`` and their like."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ import sys
 from nbkernels import __version__
 from nbkernels.launch import compile as compiling
 from nbkernels.launch.device import KINDS
+from nbkernels.learn import add_learn_arguments, learn_command
 
 QUANTIZATIONS = ("int8", "int8-rows", "int8-activations")
 
@@ -39,6 +40,9 @@ def build_parser():
     views.add_argument("--sass", action="store_true", help="the machine code, with live registers")
     views.add_argument("--source", action="store_true", help="a line of Python a row, with all that is known of it")
     inspect.set_defaults(run=inspect_command)
+    learn = commands.add_parser("learn", help="lessons in CUDA, with or without a GPU: list, run, check an exercise")
+    add_learn_arguments(learn)
+    learn.set_defaults(run=learn_command)
     convert = commands.add_parser("convert", help="write a checkpoint quantised, which loads faster, or as safetensors")
     convert.add_argument("model", metavar="MODEL", help="a Hugging Face folder or a GGUF file")
     convert.add_argument("out", metavar="OUT", help="a new folder")

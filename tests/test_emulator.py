@@ -146,7 +146,7 @@ def test_matrix_product_of_one_warp(half):
 
 def test_asynchronous_copies_arrive_at_the_wait():
     def copy(x, y, early):
-        tile = cuda.shared.array(512, float32)
+        tile = cuda.shared.array(512, float32, alignment=16)
         thread = uint32(cuda.threadIdx.x)
         here = uint32(ptx.shared_address(tile) + thread * uint32(16))
         tile[thread * uint32(4)] = float32(-1.0)
@@ -170,7 +170,7 @@ def test_asynchronous_copies_arrive_at_the_wait():
 
 def test_partial_asynchronous_copies_fill_with_zeros_and_read_no_further():
     def copy(x, y, count):
-        tile = cuda.shared.array(128, uint32)
+        tile = cuda.shared.array(128, uint32, alignment=16)
         thread = uint32(cuda.threadIdx.x)
         here = uint32(ptx.shared_address(tile) + thread * uint32(16))
         first = thread * uint32(4)
@@ -213,6 +213,27 @@ def test_misaligned_access_is_a_fault():
 
     with pytest.raises(emulator.MemoryFault, match=r"thread \(1, 0, 0\).*misaligned.*no multiple of 16"):
         run(crooked, [pointer(uint32)] * 2, 1, 8, [np.zeros(64, np.uint32), np.zeros(8, np.uint32)])
+
+
+@pytest.mark.parametrize("alignment", [None, 16])
+def test_shared_arrays_are_aligned_as_asked_and_no_better(alignment):
+    def in_pieces(x):
+        flag = cuda.shared.array(1, float32)
+        tile = cuda.shared.array(32, float32, alignment=alignment)
+        tile[cuda.threadIdx.x] = x[cuda.threadIdx.x]
+        flag[0] = x[0]
+        cuda.syncthreads()
+        if cuda.threadIdx.x < 8:
+            w = ptx.ld_shared_v4_f32(ptx.shared_address(tile) + uint32(cuda.threadIdx.x) * uint32(16))
+            x[cuda.threadIdx.x] = w[0] + flag[0]
+
+    x = np.arange(32, dtype=np.float32)
+    if alignment == 16:
+        run(in_pieces, [pointer(float32)], 1, 32, [x])
+        np.testing.assert_array_equal(x[:8], np.arange(0, 32, 4))
+    else:
+        with pytest.raises(emulator.MemoryFault, match=r"misaligned.*shared.*no multiple of 16"):
+            run(in_pieces, [pointer(float32)], 1, 32, [x])
 
 
 def test_shared_memory_is_bounded_for_each_block():

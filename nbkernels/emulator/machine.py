@@ -59,6 +59,11 @@ def align(value, alignment):
     return -(-value // alignment) * alignment
 
 
+def place(start, alignment):
+    """The next address that is aligned as asked and no better: what a program takes for granted beyond it shows."""
+    return align(start - alignment, 2 * alignment) + alignment
+
+
 def cluster_of(function):
     """(x, y, z) blocks of a cluster, by the entry's directive."""
     shape = tuple(function.directives.get("reqnctapercluster", ()))
@@ -113,6 +118,7 @@ class Machine:
         """Give shared, local and module variables their addresses."""
         self.symbols = {}
         shared, local = SHARED_START, LOCAL_START
+        used = 0  # without the bytes that spoil a better alignment
         dynamic = []
         dynamic_alignment = 16
         for variable in (*self.module.variables.values(), *self.function.variables.values()):
@@ -121,7 +127,8 @@ class Machine:
                     dynamic.append(variable.name)
                     dynamic_alignment = max(dynamic_alignment, variable.alignment)
                 else:
-                    shared = align(shared, variable.alignment)
+                    shared = place(shared, variable.alignment)
+                    used = align(used, variable.alignment) + variable.size
                     self.symbols[variable.name] = ("shared", shared)
                     shared += variable.size
             elif variable.space in ("local", "param"):
@@ -130,10 +137,11 @@ class Machine:
                 local += variable.size
             elif variable.space in ("global", "const"):
                 self.symbols[variable.name] = (variable.space, self._module_variable(variable))
-        shared = align(shared, dynamic_alignment) if dynamic else shared
+        shared = place(shared, dynamic_alignment) if dynamic else shared
         for name in dynamic:
             self.symbols[name] = ("shared", shared)
         self.shared_end = shared + self.dynamic_shared
+        self.shared_bytes = (align(used, dynamic_alignment) if dynamic else used) + self.dynamic_shared
         self.shared_stride = align(self.shared_end, 1024)
         self.shared = Buffer(0, np.zeros(self.shared_stride * self.blocks, np.uint8), "shared memory")
         self.lane_shared = (self.lane_block * self.shared_stride).astype(np.int64)

@@ -22,7 +22,7 @@ from nbkernels.emulator.calls import with_calls_inlined
 from nbkernels.emulator.checks import Checks
 from nbkernels.emulator.counters import Counters, Report
 from nbkernels.emulator.errors import LaunchError, RaceError
-from nbkernels.emulator.machine import BATCH_LANES, SHARED_START, WARP, Machine, align, cluster_of
+from nbkernels.emulator.machine import BATCH_LANES, WARP, Machine, align, cluster_of
 from nbkernels.emulator.memory import GlobalMemory
 from nbkernels.emulator.parser import parse
 
@@ -99,8 +99,8 @@ class Emulator:
         blocks = min(total, _most_blocks(function, block))
         checks = _make_checks if self.checks else None
         machine = Machine(module, function, self.memory, block, blocks, shared_bytes, checks, make_counters)
-        used = machine.shared_end - SHARED_START
-        if used > MAX_SHARED_BYTES:
+        if machine.shared_bytes > MAX_SHARED_BYTES:
+            used = machine.shared_bytes
             raise LaunchError(f"{function.name}: {used} bytes of shared memory a block, at most {MAX_SHARED_BYTES}")
         return machine
 
