@@ -77,7 +77,7 @@ def assert_in_order(engine):
 def test_a_thousand_requests_that_come_and_go(tiny, ahead):
     """Few pages, so that requests give way to each other; cancellations, callbacks that raise, and speculation in between."""
     rng = random.Random(1)
-    settings = {**SMALL, "max_batch": 6, "pages": 7}
+    settings = {**SMALL, "max_batch": 6, "pages": 5}
     engine, lone = Engine(tiny, **settings), Engine(tiny, **settings)
     engine._ahead = ahead  # as on a GPU
     sent, kept, cancelled, failing = [], {}, set(), set()
