@@ -19,11 +19,13 @@ ANY_DEVICE = (
     "quality",
 )  # these measure by themselves; the others need torch and a GPU
 
+OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
+
 
 def names():
     """The benchmarks there are."""
     folder = Path(__file__).parent
-    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != "harness")
+    return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem not in OTHERS)
 
 
 def main():
@@ -45,7 +47,7 @@ def main():
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
     module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
     if module is not None:
-        module.run(lambda rows: harness.keep(options.json, command, {"results": rows}))
+        module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)
         return
     if harness.torch is None or not harness.torch.cuda.is_available():
         sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")

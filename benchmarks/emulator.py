@@ -46,7 +46,7 @@ def milliseconds(call):
     return min(times), statistics.median(times)
 
 
-def run(report):
+def run(report, _options=None):
     """Measure and print; ``report(rows)`` keeps the figures."""
     from rich.console import Console
     from rich.table import Table

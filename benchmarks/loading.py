@@ -60,7 +60,7 @@ def timed(path, **options):
     return best, model
 
 
-def run(report):
+def run(report, _options=None):
     """Measure every way to load; ``report(rows)`` keeps the figures."""
     name, shape = SHAPES[current().kind]
     config = {**COMMON, **shape, "num_attention_heads": shape["hidden_size"] // 128}

@@ -44,7 +44,7 @@ def read(model, ids):
     return np.concatenate(losses), np.concatenate(choices)
 
 
-def run(report):
+def run(report, _options=None):
     """Measure every variant; ``report(rows)`` keeps them."""
     from rich.console import Console
     from rich.table import Table

@@ -4,12 +4,13 @@ The names below are imported when first used, so that ``import nbkernels`` costs
 
     softmax, layer_norm, rms_norm, gelu, silu_mul, gelu_mul, soft_cap, matmul, quantize_int8, int8_matmul, embedding,
     rotary_append, attention, paged_attention,
-    argmax, sample                                the operations, see ``nbkernels.ops``
+    argmax, sample, sample_rows                               the operations, see ``nbkernels.ops``
     Int8Weight, DeviceArray                       what they take, see ``nbkernels.arrays``
     device                                        the device the operations run on, see ``nbkernels.launch.device``
     overlapping                                   a context whose kernels start early, see ``nbkernels.launch.overlap``
     profile                                       why a call takes its time, see ``nbkernels.profiling.profile``
     load, LanguageModel, KVCache, OutOfPages      the runtime, see ``nbkernels.model``
+    Engine, Request, QueueFull, Cancelled         requests that come and go, see ``nbkernels.model.engine``
 """
 
 import importlib
@@ -36,6 +37,7 @@ _HOME = {
             "advance",
             "argmax",
             "sample",
+            "sample_rows",
         ),
         "nbkernels.ops",
     ),
@@ -44,6 +46,7 @@ _HOME = {
     "load": "nbkernels.model.loading",
     "LanguageModel": "nbkernels.model.generation",
     **dict.fromkeys(("KVCache", "OutOfPages"), "nbkernels.model.kv_cache"),
+    **dict.fromkeys(("Engine", "Request", "QueueFull", "Cancelled"), "nbkernels.model.engine"),
     "overlapping": "nbkernels.launch.overlap",
     "profile": "nbkernels.profiling.profile",
 }

@@ -1,4 +1,4 @@
-"""The console command: ``nbkernels generate``, ``profile``, ``inspect``, ``learn`` and their like."""
+"""The console command: ``nbkernels generate``, ``serve``, ``profile``, ``inspect``, ``learn`` and their like."""
 
 import argparse
 import json
@@ -24,6 +24,7 @@ def build_parser():
     generate = commands.add_parser("generate", help="continue a prompt, or chat, with a model on disk")
     add_generate_arguments(generate)
     generate.set_defaults(run=generate_command)
+    add_serve_command(commands)
     inspect = commands.add_parser("inspect", help="what an operation's kernels do, line by line, without a GPU")
     inspect.add_argument(
         "operation", help="softmax, attention, decode, int8_matmul, …, or a kernel of yours: path.py:function"
@@ -104,15 +105,7 @@ def add_generate_arguments(parser):
         "--chat", action="store_true", help="a conversation: the prompt is the first message, or type them"
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message for --chat")
-    parser.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
-    )
+    add_load_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
@@ -126,9 +119,119 @@ def add_generate_arguments(parser):
     parser.add_argument("--no-summary", action="store_true", help="print the text alone")
 
 
+def add_load_arguments(parser):
+    """Where a model runs and in which form, for ``load``."""
+    parser.add_argument("--device", choices=KINDS, default=os.environ.get("NBKERNELS_DEVICE") or "auto")
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: bfloat16 on a GPU, else float32"
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="matrices in int8: a scale a group of 32, a scale a row, or that with activations in int8 too",
+    )
+
+
+SERVE_DESCRIPTION = """\
+An HTTP server for one model, with OpenAI's endpoints:
+
+  POST /v1/chat/completions    messages, through the model's template
+  POST /v1/completions         prompts: strings or token ids
+  GET  /v1/models, /health
+
+Many requests are decoded at once; what one says does not depend on the others. There is neither a password nor
+encryption: it listens to this machine alone unless --host says otherwise. Ctrl-C lets texts under way end first.
+"""
+SERVE_EXAMPLE = """\
+for example:
+  nbkernels serve --port 8000
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "SmolLM2-135M-Instruct.Q4_1.gguf", "prompt": "The capital of France is", "temperature": 0}'
+"""
+
+
+def add_serve_command(commands):
+    """``serve``."""
+    parser = commands.add_parser(
+        "serve",
+        help="a small HTTP server with OpenAI-compatible endpoints",
+        description=SERVE_DESCRIPTION,
+        epilog=SERVE_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a Hugging Face folder or a GGUF file (default: the demo's SmolLM2-135M-Instruct)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000")
+    parser.add_argument("--name", help="what clients call the model (default: the file's name)")
+    add_load_arguments(parser)
+    parser.add_argument(
+        "--cache-dtype", choices=("int8",), help="of keys and values; twice as many tokens fit (default: the model's)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its text (default: the model's)"
+    )
+    parser.add_argument(
+        "--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: what the context holds)"
+    )
+    parser.add_argument(
+        "--max-batch", type=int, default=64, metavar="N", help="requests that are decoded at once (default: 64)"
+    )
+    parser.add_argument(
+        "--max-queue", type=int, default=1024, metavar="N", help="requests that may wait, beyond it 429 (default: 1024)"
+    )
+    parser.add_argument(
+        "--prefill-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="prompts are read, and shared, in chunks of so many, a multiple of 64 (default: 512)",
+    )
+    parser.set_defaults(run=serve_command)
+
+
+def _port(text):
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"{port}, wanted 0 to 65535")
+    return port
+
+
+def serve_command(options):
+    """Load a model and serve it until interrupted. Returns the exit status."""
+    from nbkernels.model.engine import Engine
+    from nbkernels.model.loading import load
+    from nbkernels.server import serve
+
+    path = _model_path(options.model)
+    if sys.stderr.isatty():
+        compiling.announce = _say_compiling
+    model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
+    names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context", "cache_dtype")
+    engine = Engine(model, **{name: getattr(options, name) for name in names})
+    name = options.name or os.path.basename(os.path.normpath(path))
+    serve(engine, name=name, host=options.host, port=options.port)
+    return 0
+
+
+def _model_path(given):
+    """The path given, or where it is None the demo's. FileNotFoundError where that one has not been fetched."""
+    from nbkernels.model import demo_model
+
+    path = given or demo_model.path()
+    if given is None and not path.exists():
+        raise FileNotFoundError(
+            f"no model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
+        )
+    return path
+
+
 def generate_command(options):
     """Load a model and stream what it says to standard output; a summary goes to standard error. Returns the exit status."""
-    from nbkernels.model import demo_model
     from nbkernels.model.loading import load
     from nbkernels.model.sampling import SamplingOptions
 
@@ -138,11 +241,7 @@ def generate_command(options):
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     }
     SamplingOptions(**sampling)  # a wrong option is told before a model is loaded
-    path = options.model or demo_model.path()
-    if options.model is None and not path.exists():
-        raise FileNotFoundError(
-            f"no --model was given and the demo's is not at {path}: run python scripts/fetch_model.py"
-        )
+    path = _model_path(options.model)
     if sys.stderr.isatty():
         compiling.announce = _say_compiling
     prompt = options.prompt
@@ -367,6 +466,8 @@ def main(arguments=None):
 def _explain(error):
     if isinstance(error, ModuleNotFoundError) and error.name in ("tokenizers", "gguf", "jinja2", "safetensors"):
         return f"the package {error.name!r} is missing: pip install 'nbkernels[llm]'"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
+        return f"the package {error.name!r} is missing: pip install 'nbkernels[serve]'"
     return str(error)
 
 

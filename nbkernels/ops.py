@@ -545,22 +545,25 @@ def _finish_host(values, first, out):
 
 
 @replayed
-def matmul(x, weight, *, bias=None, residual=None, activation=None, out=None, stream=None):
+def matmul(x, weight, *, bias=None, residual=None, activation=None, plan_rows=None, out=None, stream=None):
     """activation(x @ weightᵀ + bias) + residual. x [..., in], weight [out, in], bias [out], residual [..., out].
 
     activation: None, "silu", "gelu" (tanh form) or "gelu_exact". out may be residual.
 
     activation="silu_mul" is the gated unit of SwiGLU: row 2i of weight [2·n, in] is a gate's row i, row 2i + 1 an up's, the bias
     likewise, and the result [..., n] is silu(gate) · up of the two products in float32, rounded once. There is no residual.
+
+    plan_rows: the kernel is chosen as for so many rows where there are fewer; then a row's bits depend neither on how many
+    there are nor on which it is. The CPU has no such choice.
     """
     call = _Call(stream, ("bias", "residual", "out"), x=x, weight=weight, bias=bias, residual=residual, out=out)
     dtype = _check_float(x=call.x, weight=call.weight, bias=call.bias, residual=call.residual)
-    shape = _check_matmul(call, call.weight, activation)
+    shape = _check_matmul(call, call.weight, activation, plan_rows)
     if call.on_host:
         _check_out(call, shape, dtype)
         value = reference.matmul(call.x, call.weight, bias=call.bias, residual=call.residual, activation=activation)
         return _finish_host(value, x, out)
-    return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out)
+    return _run_matmul("matmul", call, call.weight, shape, dtype, activation, out, plan_rows)
 
 
 @replayed
@@ -573,6 +576,7 @@ def int8_matmul(
     activation=None,
     activations=None,
     dtype=None,
+    plan_rows=None,
     out=None,
     stream=None,
 ):
@@ -614,18 +618,18 @@ def int8_matmul(
     described = Int8Weight(call.values, call.scales, weight.group_size)
     if activation == "silu_mul" and (quantised or activations == "int8"):
         raise ValueError("activation: 'silu_mul', wanted None, 'silu', 'gelu' or 'gelu_exact' with int8 activations")
-    shape = _check_matmul(call, described, activation)
+    shape = _check_matmul(call, described, activation, plan_rows)
     if quantised or activations == "int8":
-        return _int8_by_int8(call, x, first, described, shape, dtype, activation, out)
+        return _int8_by_int8(call, x, first, described, shape, dtype, activation, out, plan_rows)
     if call.on_host:
         _check_out(call, shape, dtype)
         value = reference.int8_matmul(call.x, described, bias=call.bias, residual=call.residual, activation=activation)
         return _finish_host(value, x, out)
     _check_contiguous_last(**{"weight.scales": call.scales})
-    return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out)
+    return _run_matmul("int8_matmul", call, described, shape, dtype, activation, out, plan_rows)
 
 
-def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
+def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out, plan_rows):
     """int8_matmul with int8 activations: x as it was given, quantised or not; first: its array."""
     depth = weight.shape[1]
     quantised = isinstance(x, Int8Weight)
@@ -667,7 +671,7 @@ def _int8_by_int8(call, x, first, weight, shape, dtype, activation, out):
             values, scales = _quantised_rows(call)
         run = _kernels("int8_matmul").run_int8
         for rows, row_scales, added, result in _merge_rows_apart((values, scales, call.residual, y)):
-            run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream)
+            run(rows, row_scales, weight, call.bias, added, activation, result, call.device, call.stream, plan_rows)
     return call.hand_out(y, call.returned)
 
 
@@ -685,7 +689,10 @@ def _quantised_rows(call):
     return values.reshape(*outer, depth), scales.reshape(*outer, 1)
 
 
-def _check_matmul(call, weight, activation):
+def _check_matmul(call, weight, activation, plan_rows):
+    if plan_rows is not None:
+        _check_integer("plan_rows", plan_rows)
+        _check_number("plan_rows", plan_rows, least=1)
     _check_rows("x", call.x)
     _check_axes("weight", weight, ("out", "in"))
     if call.x.shape[-1] != weight.shape[1]:
@@ -708,7 +715,7 @@ def _check_matmul(call, weight, activation):
     return shape
 
 
-def _run_matmul(name, call, weight, shape, dtype, activation, out):
+def _run_matmul(name, call, weight, shape, dtype, activation, out, plan_rows):
     values = weight.values if isinstance(weight, Int8Weight) else weight
     _check_contiguous_last(x=call.x, weight=values, bias=call.bias, residual=call.residual, out=call.out)
     y = call.result(shape, dtype, out)
@@ -718,7 +725,7 @@ def _run_matmul(name, call, weight, shape, dtype, activation, out):
     if y.size:
         run = _kernels(name).run
         for rows, added, result in _merge_rows_apart((call.x, call.residual, y)):
-            run(rows, weight, call.bias, added, activation, result, call.device, call.stream)
+            run(rows, weight, call.bias, added, activation, result, call.device, call.stream, plan_rows)
     return call.hand_out(y, call.returned)
 
 
@@ -1328,4 +1335,84 @@ def sample(
     if call.copied and seen is not None:
         with memory.use_stream(call.stream):
             as_host_array(seen)[...] = memory.to_host(call.seen)
+    return call.hand_out(y, call.returned)
+
+
+_ROW_NUMBERS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "seed": np.uint64,
+    "step": np.int32,
+}
+
+
+@replayed
+def sample_rows(
+    logits,
+    *,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    repetition_penalty,
+    seed,
+    step,
+    seen=None,
+    seen_row=None,
+    out=None,
+    stream=None,
+):
+    """``sample`` with numbers of its own for each row, drawn as that row would be alone. -> int32 [rows]
+
+    logits [rows, vocab] float, up to 2^19 columns. Contiguous arrays [rows]: temperature, top_p, min_p and repetition_penalty
+    float32, top_k (0: all) and step int32, seed uint64; top_p 1, min_p 0 and repetition_penalty 1 change nothing. seen uint8
+    [masks, vocab], seen_row int32 [rows]: row i's mask is seen[seen_row[i]], read and marked where its penalty is not 1.
+    The numbers themselves are not checked: they may lie on the device, and be another's at the next replay of a graph.
+    """
+    numbers = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "step": step,
+    }
+    call = _Call(stream, ("seen", "seen_row", "out"), logits=logits, **numbers, seen=seen, seen_row=seen_row, out=out)
+    _check_float(logits=call.logits)
+    _check_axes("logits", call.logits, ("rows", "vocab"))
+    rows, vocab = call.logits.shape
+    if vocab == 0:
+        raise ValueError(f"logits: shape {tuple(call.logits.shape)}, wanted at least one column")
+    for name, dtype in _ROW_NUMBERS.items():
+        _check_dtype(dtype, **{name: getattr(call, name)})
+        _check_shape(name, getattr(call, name), (rows,))
+    if (seen is None) != (seen_row is None):
+        raise TypeError("seen, seen_row: one of the two is None, wanted both or neither")
+    _check_dtype(np.uint8, seen=call.seen)
+    _check_dtype(np.int32, seen_row=call.seen_row)
+    if seen is not None:
+        _check_axes("seen", call.seen, ("masks", "vocab"))
+        _check_shape("seen", call.seen, (call.seen.shape[0], vocab))
+        _check_shape("seen_row", call.seen_row, (rows,))
+    described = {name: getattr(call, name) for name in (*_ROW_NUMBERS, "seen_row")}
+    dtype = np.dtype(np.int32)
+    if call.on_host:
+        _check_out(call, (rows,), dtype)
+        _check_writable(seen=call.seen)
+        return _finish_host(reference.sample_rows(call.logits, seen=call.seen, **described), logits, out)
+    if call.copied:
+        raise TypeError("logits: a host array on a GPU; pass device arrays, or use sample")
+    _check_no_jax(seen=seen)
+    _check_contiguous_last(logits=call.logits, seen=call.seen, out=call.out)
+    for name, array in described.items():
+        if array is not None and not array.is_contiguous:
+            raise ValueError(f"{name}: strides {array.strides}, wanted a contiguous array")
+    described["seen_row"] = described["seen_row"] if seen is not None else described["top_k"]  # which nobody reads
+    y = call.result((rows,), dtype, out)
+    if rows:
+        _kernels("sampling").run_rows(call.logits, described, call.seen, y, call.device, call.stream)
     return call.hand_out(y, call.returned)

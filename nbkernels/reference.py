@@ -505,3 +505,25 @@ def sample(
     if seen is not None:
         seen[np.arange(len(chosen)), chosen] = 1
     return chosen
+
+
+def sample_rows(logits, *, temperature, top_k, top_p, min_p, repetition_penalty, seed, step, seen=None, seen_row=None):
+    """``sample`` of each row by itself, with numbers of its own: arrays [rows] of each, top_k 0 for all tokens.
+
+    seen uint8 [masks, vocab]: row i's is seen[seen_row[i]], read and marked where its repetition_penalty is not 1.
+    """
+    chosen = np.empty(len(logits), np.int32)
+    for i in range(len(logits)):
+        penalised = seen is not None and repetition_penalty[i] != 1
+        chosen[i] = sample(
+            logits[i : i + 1],
+            temperature=temperature[i],
+            top_k=int(top_k[i]) or None,
+            top_p=top_p[i],
+            min_p=min_p[i],
+            repetition_penalty=repetition_penalty[i] if penalised else 1.0,
+            seen=seen[seen_row[i] : seen_row[i] + 1] if penalised else None,
+            seed=int(seed[i]),
+            step=step[i : i + 1],
+        )[0]
+    return chosen

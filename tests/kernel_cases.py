@@ -525,3 +525,30 @@ def sampled(name, **options):
 sampled("sample", temperature=3.0, top_k=3, top_p=0.9, seed=3)
 sampled("sample, min_p and a penalty", temperature=1.3, min_p=0.02, repetition_penalty=1.7, seed=4)
 sampled("sample, greedy with a penalty", temperature=0.0, repetition_penalty=3.0)
+
+
+def row_numbers(rows):
+    """Numbers for ``sample_rows``, of all kinds by turns."""
+    turn = np.arange(rows)
+    return {
+        "temperature": np.array([0.0, 1.3, 0.7, 3.0], F32)[turn % 4],
+        "top_k": np.array([0, 5, 10**6], np.int32)[turn % 3],
+        "top_p": np.array([1.0, 0.8, 1.0, 0.6, 0.9], F32)[turn % 5],
+        "min_p": np.array([0.0, 0.05], F32)[turn // 2 % 2],
+        "repetition_penalty": np.array([1.0, 1.0, 1.7], F32)[turn // 3 % 3],
+        "seed": np.uint64(2**40 + 7) * turn.astype(np.uint64),
+        "step": (turn * 3).astype(np.int32),
+        "seen_row": ((turn + 2) % rows).astype(np.int32),
+    }
+
+
+def sampled_rows(place, choose):
+    logits, numbers = 3 * random((20, 900), F32, 0), row_numbers(20)
+    marked = place((random((20, 900), F32, 1) > 1).astype(np.uint8))
+    chosen = choose(place(logits), seen=marked, **{name: place(x) for name, x in numbers.items()})
+    return [to_host(chosen), to_host(marked)]
+
+
+CASES["sample_rows"] = Case(
+    lambda: sampled_rows(to_device, nbk.sample_rows), lambda: sampled_rows(lambda x: x, reference.sample_rows), 0, 0
+)

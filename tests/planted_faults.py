@@ -198,7 +198,7 @@ FAULTS = [
         "sample",
         ("barrier before a bin is chosen", "                    cuda.syncthreads()\n                    _choose_bin(halves, bins, chosen, above, uint64(top_k))", "                    _choose_bin(halves, bins, chosen, above, uint64(top_k))"),
         ("bound of the vocabulary", "while i < vocab:", "while i <= vocab:", 1),
-        ("counter of the generator", "counter = uint32(step[0])", "counter = uint32(step[1])"),
+        ("counter of the generator", "step[row if by_row else 0]", "step[row if by_row else 1]"),
         ("mass kept", "key >= threshold and", "key > threshold and"),
     ),
     *_of(

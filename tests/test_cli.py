@@ -59,6 +59,19 @@ def test_no_demo_model_says_how_to_get_it(capsys, tmp_path, monkeypatch):
     assert status == 2 and "fetch_model.py" in err
 
 
+def test_serve_says_what_it_takes(capsys, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert "/v1/chat/completions" in said and "nbkernels serve --port 8000" in said and "neither a password" in said
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "65536"])
+    assert "--port: 65536, wanted 0 to 65535" in capsys.readouterr().err
+    pytest.importorskip("uvicorn")
+    monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
+    assert main(["serve"]) == 2 and "fetch_model.py" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_with_130(capsys, model, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -13,6 +13,7 @@ import tiny_model
 import nbkernels as nbk
 from nbkernels.launch import emulated
 from nbkernels.launch.device import current
+from nbkernels.model import session
 from nbkernels.model.transformer import QUANTIZATIONS, interleave_gate_up
 
 pytest.importorskip("gguf")
@@ -149,6 +150,47 @@ def test_stream_gives_the_same_text_in_pieces(tiny):
     generation = tiny.generate("the", max_new_tokens=20, stream=True)
     assert "".join(generation) == tiny.generate("the", max_new_tokens=20) == generation.text
     assert generation.finish_reason in ("length", "end")
+
+
+def test_prompts_beyond_any_queue(tiny):
+    """The Engine that was made for few of them takes as many as there are."""
+    few, many = ["the"] * 65, ["the", "a"] * 600
+    want = {prompt: tiny.generate(prompt, max_new_tokens=1) for prompt in many}
+    assert tiny.generate(few, max_new_tokens=1) == [want[prompt] for prompt in few]
+    assert tiny.generate(many, max_new_tokens=1) == [want[prompt] for prompt in many]
+
+
+def test_several_prompts_have_the_texts_of_each(tiny):
+    prompts = ["the", "a" * 40, "the quick brown fox.", *(f"fox {i}" for i in range(20))]
+    options = {"max_new_tokens": 12, "temperature": 0.7, "seed": 3, "stop": "9"}
+    assert tiny.generate(prompts, **options) == [tiny.generate(p, **options) for p in prompts]
+    assert tiny.generate([[1, 2], [3]], max_new_tokens=3) == [tiny.generate(p, max_new_tokens=3) for p in ([1, 2], [3])]
+    chats = [[{"role": "user", "content": text}] for text in ("the", "fox")]
+    streams = tiny.generate(chats, max_new_tokens=5, stream=True)
+    assert ["".join(s) for s in streams] == [tiny.generate(chat, max_new_tokens=5) for chat in chats]
+    with pytest.raises(ValueError, match=f"context of {tiny_model.CONTEXT}"):
+        tiny.generate(["the", "a" * tiny_model.CONTEXT])
+
+
+def test_speculation_says_the_same(tiny):
+    for prompt in ("a" * 30, "the quick brown fox", "zz zz zz"):
+        assert tiny.generate(prompt, max_new_tokens=30, speculate=7) == tiny.generate(prompt, max_new_tokens=30)
+    with pytest.raises(ValueError, match="speculate: 8"):
+        tiny.generate("the", speculate=8)
+
+
+def test_steps_that_run_ahead_say_the_same(tiny, monkeypatch):
+    """As on a GPU: a step is launched before the token in front of it is taken, and one may be too many."""
+    want = [tiny.generate(p, max_new_tokens=20, temperature=1.0, seed=3) for p in ("the", "fox")]
+    monkeypatch.setattr(session.Session, "ahead", property(lambda _: 1, lambda *_: None), raising=False)
+    tiny._idle_session = None
+    for prompt, text in zip(("the", "fox"), want, strict=True):
+        assert tiny.generate(prompt, max_new_tokens=20, temperature=1.0, seed=3) == text
+        assert (
+            tiny.generate(prompt, max_new_tokens=20, temperature=1.0, seed=3, stop=text[3:5])
+            == text.split(text[3:5])[0]
+        )
+    tiny._idle_session = None
 
 
 def test_generation_ends_at_the_context(tiny):

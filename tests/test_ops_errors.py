@@ -16,9 +16,15 @@ CACHE = np.ones((2, 16, 2, 8), np.float32)
 NEW = np.ones((2, 3, 2, 8), np.float32)
 TABLE = np.ones((16, 4), np.float32)
 AT = np.zeros(2, np.int32)
+ROW_NUMBERS = {name: np.ones(2, np.float32) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+ROW_NUMBERS |= {"top_k": AT, "step": AT, "seed": np.zeros(2, np.uint64)}
 WEIGHT = Int8Weight(np.ones((5, 8), np.int8), np.ones((5, 1), np.float32))
 IDS = np.zeros((2,), np.int32)
 OFFSETS = np.array([0, 2, 3], np.int32)
+
+
+def sample_rows(**changed):
+    return nbk.sample_rows(X, **{**ROW_NUMBERS, **changed})
 
 
 def packed(**changed):
@@ -340,6 +346,21 @@ CASES = {
     "sample seen": (lambda: nbk.sample(X, temperature=1, seen=np.ones((2, 7), np.uint8)), ValueError, "seen: shape"),
     "sample seed": (lambda: nbk.sample(X, temperature=1, seed=2**64), ValueError, "seed"),
     "sample step": (lambda: nbk.sample(X, temperature=1, step=AT), ValueError, "step: shape"),
+    "sample_rows dtype": (lambda: sample_rows(top_p=AT), TypeError, "top_p: int32, wanted float32"),
+    "sample_rows shape": (lambda: sample_rows(step=np.zeros(3, np.int32)), ValueError, "step: shape"),
+    "sample_rows seen": (lambda: sample_rows(seen=np.zeros((4, 8), np.uint8)), TypeError, "seen, seen_row: one of"),
+    "sample_rows seen shape": (
+        lambda: sample_rows(seen=np.zeros((4, 7), np.uint8), seen_row=AT),
+        ValueError,
+        r"seen: shape \(4, 7\), wanted \(4, 8\)",
+    ),
+    "sample_rows host": (lambda: on_emulator(sample_rows), TypeError, "logits: a host array"),
+    "matmul plan_rows": (lambda: nbk.matmul(X, X, plan_rows=0), ValueError, "plan_rows: 0, wanted at least 1"),
+    "int8_matmul plan_rows": (
+        lambda: nbk.int8_matmul(X, nbk.quantize_int8(X), plan_rows=1.5),
+        TypeError,
+        "plan_rows: float",
+    ),
     "stream": (lambda: on_emulator(lambda: nbk.softmax(X, stream="fast")), TypeError, "stream: str"),
 }
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from compare import DTYPES, poisoned, random, to_device, to_host
+from kernel_cases import row_numbers
 
 import nbkernels as nbk
 from nbkernels import reference
@@ -82,6 +83,28 @@ def test_masked_tokens_and_one_column(device):
     for seed in range(3):
         assert set(to_host(nbk.sample(to_device(logits), temperature=1.0, seed=seed, top_p=0.9))) <= {17, 33}
     assert to_host(nbk.sample(to_device(logits[:, 17:18]), temperature=1.0)).tolist() == [0, 0]
+
+
+def test_a_row_draws_as_it_would_alone(device):
+    """Every number of ``sample_rows``, and what ``sample`` says of each row by itself."""
+    rows, vocab = 24, 700
+    logits = 3 * random((rows, vocab), np.float32, 5)
+    numbers = row_numbers(rows)
+    seen = (random((rows, vocab), np.float32, 1) > 1).astype(np.uint8)
+    marked = to_device(seen)
+    out = poisoned((rows,), np.int32)
+    nbk.sample_rows(to_device(logits), seen=marked, out=out, **{n: to_device(x) for n, x in numbers.items()})
+    want = []
+    for i in range(rows):
+        options = {name: x[i].item() for name, x in numbers.items() if name not in ("step", "seen_row")}
+        options["top_k"] = options["top_k"] or None
+        mask = None
+        if options["repetition_penalty"] != 1:
+            mask = seen[numbers["seen_row"][i], None]
+        step = numbers["step"][i : i + 1]
+        want.append(int(reference.sample(logits[i : i + 1], seen=mask, step=step, **options)[0]))
+    assert to_host(out).tolist() == want
+    np.testing.assert_array_equal(to_host(marked), seen)
 
 
 # ---- the reference itself -------------------------------------------------------------------------------------------

@@ -49,28 +49,31 @@ def _group_size(weight):
     return 0 if weight.group_size is None or weight.group_size >= weight.shape[1] else weight.group_size
 
 
-def run(x, weight, bias, residual, activation, out, device, stream):
+def run(x, weight, bias, residual, activation, out, device, stream, plan_rows=None):
     """x [rows, depth]; weight an Int8Weight [columns, depth]; bias [columns]; residual, out [rows, columns] of x's dtype.
 
     Last axes contiguous, any row strides; bias and residual may be None; out may be residual; "silu_mul" as in ``matmul.run``.
     """
     group_size = _group_size(weight)
     kind = "groups" if group_size else "rows"
-    multiply(x, weight.values, weight.scales, kind, group_size, bias, residual, activation, out, device, stream)
+    multiply(
+        x, weight.values, weight.scales, kind, group_size, bias, residual, activation, out, device, stream, plan_rows
+    )
 
 
-def run_int8(x, x_scales, weight, bias, residual, activation, out, device, stream):
+def run_int8(x, x_scales, weight, bias, residual, activation, out, device, stream, plan_rows=None):
     """x int8 [rows, depth] with x_scales float32 [rows, 1]; the rest as ``run``, groups of the weight multiples of 32."""
     rows, columns = out.shape
+    planned = max(rows, plan_rows or 0)
     group_size = _group_size(weight)
     epilogue = Epilogue(group_size == 0, bias is not None, activation, residual is not None)
     aligned = alignment(x, weight.values, bias, residual, out, device.arch)
-    if matmul_wgmma_int8.serves(x, weight.values, group_size, aligned.pairs, out, device):
+    if matmul_wgmma_int8.serves(x, weight.values, group_size, aligned.pairs, out, device, plan_rows):
         matmul_wgmma_int8.run(
             x, x_scales, weight.values, weight.scales, group_size, bias, residual, epilogue, out, device, stream
         )
         return
-    if matmul_stream_int8.serves(x, weight.values, group_size, device):
+    if matmul_stream_int8.serves(x, weight.values, group_size, device, planned):
         matmul_stream_int8.run(x, x_scales, weight.values, weight.scales, bias, residual, epilogue, out, device, stream)
         return
     chosen = matmul_tiles_int8.plan(

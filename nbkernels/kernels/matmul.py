@@ -83,18 +83,22 @@ def alignment(x, weight, bias, residual, out, arch, scales=None):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_count, overlapping=False):
+def plan(
+    rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_count, overlapping=False, plan_rows=None
+):
     """weight: "dense", "rows" or "groups" with its group_size (else 0); aligned: an Alignment. rows, columns > 0.
 
-    overlapping: whether kernels may start before those in front of them have ended (``launch.overlap``).
+    overlapping: whether kernels may start before those in front of them have ended (``launch.overlap``). plan_rows: the kernel is
+    chosen as for so many rows, at least ``rows``; each adds up a row's products in an order of its own, whatever its tile is.
     """
+    of_rows, rows = rows, max(rows, plan_rows or 0)
     # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
     if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
         large = columns * depth * (2 if weight == "dense" else 1) >= STREAM_BYTES
         deep = rows > FEW_ROWS or (weight != "dense" and depth >= STREAM_DEPTH)
         if rows <= matmul_stream.MOST_ROWS and large and deep and aligned.maps:
             return matmul_stream.plan(
-                rows,
+                of_rows,
                 columns,
                 depth,
                 dtype,
@@ -108,14 +112,14 @@ def plan(rows, columns, depth, dtype, weight, group_size, aligned, epilogue, sm_
         # where even small tiles would leave half the multiprocessors idle, passes over a weight that is in L2 are faster
         few = rows <= NARROW_ROWS or 2 * matmul_tiles.blocks(rows, columns) < sm_count
         if few and aligned.fragments:
-            return matmul_narrow.plan(rows, columns, depth, dtype, weight, group_size, epilogue)
+            return matmul_narrow.plan(of_rows, columns, depth, dtype, weight, group_size, epilogue)
         if rows > LANES_ROWS:
             wide, pairs = aligned.pieces, aligned.pairs
-            return matmul_tiles.plan(rows, columns, dtype, weight, group_size, wide, pairs, epilogue, sm_count)
+            return matmul_tiles.plan(of_rows, columns, dtype, weight, group_size, wide, pairs, epilogue, sm_count)
     wide = aligned.quads and dtype.itemsize == 4 and group_size % matmul_lanes.WIDTH == 0
     if rows <= LANES_ROWS or not depth:
-        return matmul_lanes.plan(rows, columns, dtype, weight, group_size, wide, epilogue)
-    return matmul_blocks.plan(rows, columns, dtype, weight, group_size, wide, epilogue, sm_count)
+        return matmul_lanes.plan(of_rows, columns, dtype, weight, group_size, wide, epilogue)
+    return matmul_blocks.plan(of_rows, columns, dtype, weight, group_size, wide, epilogue, sm_count)
 
 
 def cost(rows, columns, depth, dtype, *, bias=False, residual=False, gated=False):
@@ -125,17 +129,17 @@ def cost(rows, columns, depth, dtype, *, bias=False, residual=False, gated=False
     return Cost(bytes=elements * dtype.itemsize, flops=2 * rows * columns * depth)
 
 
-def multiply(x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream):
+def multiply(x, weight, scales, kind, group_size, bias, residual, activation, out, device, stream, plan_rows=None):
     """``run`` for both kinds of weight, [columns, depth]; kind: plan's weight; scales float32 [columns, groups] or None."""
     rows, depth = x.shape
     columns = weight.shape[0]
     epilogue = Epilogue(kind == "rows", bias is not None, activation, residual is not None)
     aligned = alignment(x, weight, bias, residual, out, device.arch, scales if kind == "groups" else None)
-    if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device):
-        matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream)
+    if matmul_wgmma.serves(x, weight, kind, group_size, aligned.pairs, out, device, plan_rows):
+        matmul_wgmma.run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream, plan_rows)
         return
     early = overlap.wanted(device)
-    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count, early)
+    chosen = plan(rows, columns, depth, x.dtype, kind, group_size, aligned, epilogue, device.sm_count, early, plan_rows)
     if chosen.factory is matmul_stream.matmul_stream_kernel:
         matmul_stream.launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
         return
@@ -166,10 +170,10 @@ def multiply(x, weight, scales, kind, group_size, bias, residual, activation, ou
     )
 
 
-def run(x, weight, bias, residual, activation, out, device, stream):
+def run(x, weight, bias, residual, activation, out, device, stream, plan_rows=None):
     """x [rows, depth], weight [columns, depth], bias [columns], residual and out [rows, columns], of one dtype.
 
     Last axes contiguous, any row strides; bias and residual may be None; out may be residual. Of "silu_mul" out has half as many
     columns, and there is no residual.
     """
-    multiply(x, weight, None, "dense", 0, bias, residual, activation, out, device, stream)
+    multiply(x, weight, None, "dense", 0, bias, residual, activation, out, device, stream, plan_rows)

@@ -254,12 +254,12 @@ def matmul_stream_int8_kernel(dtype, row_tiles, column_tiles, consumers, stages,
     return matmul_stream_int8
 
 
-def serves(x, weight, group_size, device):
+def serves(x, weight, group_size, device, planned_rows):
     """Whether the kernel can take a call, and is the fastest: few rows and a large weight."""
     return (
         device.arch == "sm_90a"
         and group_size == 0
-        and x.shape[0] <= MOST_ROWS
+        and planned_rows <= MOST_ROWS
         and weight.size >= LEAST_BYTES
         and describes(x)
         and describes(weight)

@@ -866,9 +866,9 @@ def tiles(rows, columns, tile_m, tile_n):
     return -(-rows // tile_m) * -(-columns // tile_n)
 
 
-def serves(x, weight, kind, group_size, pairs, out, device):
+def serves(x, weight, kind, group_size, pairs, out, device, plan_rows=None):
     """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
-    rows, columns = x.shape[0], weight.shape[0]
+    rows, columns = max(x.shape[0], plan_rows or 0), weight.shape[0]
     many = rows >= LEAST_ROWS and LEAST_SHARE * tiles(rows, columns, 64 * CONSUMERS, WIDTHS[-1]) >= device.sm_count
     large = rows >= FEW_ROWS and columns * x.shape[1] * weight.itemsize >= FEW_ROWS_BYTES
     return (
@@ -915,9 +915,13 @@ def cycles(rows, columns, depth, weight, shape, sm_count):
 
 
 @lru_cache(maxsize=4096)
-def plan(rows, columns, depth, dtype, weight, group_size, scale_boxes, epilogue, sm_count):
-    """rows, columns, depth > 0; weight, group_size and scale_boxes as ``matmul_wgmma_kernel``."""
-    shape = min(shapes(rows, weight), key=lambda shape: cycles(rows, columns, depth, weight, shape, sm_count))
+def plan(rows, columns, depth, dtype, weight, group_size, scale_boxes, epilogue, sm_count, fixed=False):
+    """rows, columns, depth > 0; weight, group_size and scale_boxes as ``matmul_wgmma_kernel``.
+
+    fixed: for fewer rows too, whose bits are to be the same: shared tiles are cut alike only where all rows are in one.
+    """
+    suited = (s for s in shapes(rows, weight) if not (fixed and s[3] and s[0] < rows))
+    shape = min(suited, key=lambda shape: cycles(rows, columns, depth, weight, shape, sm_count))
     tile_m, tile_n, weight_first, shared = shape
     stages = most_stages(weight, tile_m, tile_n, scale_boxes)
     constants = (dtype, weight, group_size, tile_m, tile_n, stages, False, weight_first, shared, scale_boxes, epilogue)
@@ -941,11 +945,14 @@ def plan_of(rows, columns, depth, constants, sm_count):
     return Plan(matmul_wgmma_kernel, constants, (blocks, 1, 1), (THREADS, 1, 1), shared_size)
 
 
-def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream):
+def run(x, weight, scales, kind, group_size, bias, residual, epilogue, out, device, stream, plan_rows=None):
     """As ``matmul.multiply``, for calls that this kernel ``serves``."""
-    columns, depth = weight.shape
+    rows, (columns, depth) = x.shape[0], weight.shape
     scale_boxes = kind == "groups" and boxed_groups(group_size) and describes(scales)
-    chosen = plan(x.shape[0], columns, depth, x.dtype, kind, group_size, scale_boxes, epilogue, device.sm_count)
+    of_rows, fixed = max(rows, plan_rows or 0), plan_rows is not None
+    chosen = plan(of_rows, columns, depth, x.dtype, kind, group_size, scale_boxes, epilogue, device.sm_count, fixed)
+    if fixed:
+        chosen = plan_of(rows, columns, depth, chosen.constants, device.sm_count)
     launch_plan(chosen, x, weight, scales, bias, residual, out, device, stream)
 
 

@@ -449,9 +449,9 @@ def matmul_wgmma_int8_kernel(dtype, group_size, tile_m, tile_n, stages, ping_pon
     return matmul_wgmma_int8
 
 
-def serves(x, weight, group_size, pairs, out, device):
+def serves(x, weight, group_size, pairs, out, device, plan_rows=None):
     """Whether the kernel can take a call, and is the fastest: enough rows and tiles. pairs: of matmul's Alignment."""
-    rows, columns = out.shape
+    rows, columns = max(out.shape[0], plan_rows or 0), out.shape[1]
     return (
         device.arch == "sm_90a"
         and group_size % STEP == 0

@@ -72,14 +72,14 @@ def gumbel(token, step, row, seed_low, seed_high):
 
 
 @cache
-def _score(dtype, penalised):
-    """score(logits, seen, at, seen_at, temperature, penalty): of one token."""
+def _score(dtype, penalised, by_row):
+    """score(logits, seen, at, seen_at, temperature, penalty): of one token. by_row: a penalty of 1 reads no mark."""
     from_storage, _ = conversions(dtype)
 
     @cuda.jit(device=True, inline="always")
     def score(logits, seen, at, seen_at, temperature, penalty):
         x = from_storage(logits[at])
-        if penalised and seen[seen_at] != 0:
+        if penalised and (not by_row or penalty != float32(1.0)) and seen[seen_at] != 0:
             x = float32(x / penalty) if x > float32(0.0) else float32(x * penalty)
         return float32(x / temperature)
 
@@ -139,13 +139,14 @@ def _choose_bin(halves, bins, chosen, above, target):
     cuda.syncthreads()
 
 
-def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped):
+def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped, by_row=False):
     """logits [rows, vocab] -> out int32 [rows]; a block a row.
 
     greedy: temperature 0. penalised: a ``seen`` mask is read, and the token marked. by_count: top_k; by_mass: top_p;
-    by_share: min_p.
+    by_share: min_p. by_row: the numbers are arrays with one a row, which draws as a lone row would (``run_rows``).
     """
-    score = _score(dtype, penalised)
+    score = _score(dtype, penalised, by_row)
+    number = ptx.pointer("float32") if by_row else float32
     largest_key = block_largest(THREADS)
     _, block_max = ptx.block_reductions(THREADS)
 
@@ -159,13 +160,14 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
         logits_stride: int64,
         seen_stride: int64,
         out_stride: int64,
-        temperature: float32,
-        penalty: float32,
-        top_k: uint32,
-        top_p: float32,
-        min_p: float32,
-        seed_low: uint32,
-        seed_high: uint32,
+        temperatures: number,
+        penalties: number,
+        top_ks: ptx.pointer("int32") if by_row else uint32,
+        top_ps: number,
+        min_ps: number,
+        seeds_low: ptx.pointer("uint32") if by_row else uint32,
+        seeds_high: None if by_row else uint32,
+        seen_rows: ptx.pointer("int32") if by_row else None,
     ):
         scratch = cuda.shared.array(32, uint64)
         warp_values = cuda.shared.array(WARPS, float32)
@@ -175,7 +177,22 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
         row = int64(cuda.blockIdx.x)
         thread = uint32(cuda.threadIdx.x)
         at = row * logits_stride
-        seen_at = row * seen_stride
+        if by_row:
+            temperature, penalty = temperatures[row], penalties[row]
+            top_k, top_p, min_p = uint32(top_ks[row]), top_ps[row], min_ps[row]
+            seed_low, seed_high = seeds_low[2 * row], seeds_low[2 * row + 1]
+            seen_at, draw_row = int64(seen_rows[row]) * seen_stride, uint32(0)
+            draws = temperature > float32(0.0)
+            if not draws:
+                temperature = float32(1.0)
+            counts = draws and top_k != uint32(0) and top_k < vocab
+            masses = draws and top_p < float32(1.0)
+            marks = penalty != float32(1.0)
+        else:
+            temperature, penalty, top_k, top_p, min_p = temperatures, penalties, top_ks, top_ps, min_ps
+            seed_low, seed_high = seeds_low, seeds_high
+            seen_at, draw_row = row * seen_stride, uint32(row)
+            draws, counts, masses, marks = True, True, True, True
 
         best = uint64(0)
         if greedy:
@@ -193,7 +210,7 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
             top = block_max(top, warp_values)
 
             threshold = uint32(0)  # the smallest ordered score that is kept
-            if by_count:
+            if by_count and counts:
                 prefix = uint32(0)
                 above = uint64(0)
                 for level in range(4):
@@ -211,7 +228,7 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
                     prefix = uint32(uint32(prefix << uint32(8)) | uint32(chosen[0]))
                     above = chosen[1]
                 threshold = prefix
-            if by_mass:
+            if by_mass and masses:
                 target = uint64(0)
                 prefix = uint32(0)
                 above = uint64(0)
@@ -241,31 +258,33 @@ def sample_kernel(dtype, greedy, penalised, by_count, by_mass, by_share, stepped
 
             counter = uint32(0)
             if stepped:
-                counter = uint32(step[0])
+                counter = uint32(step[row if by_row else 0])
             i = thread
             while i < vocab:
                 x = score(logits, seen, at + int64(i), seen_at + int64(i), temperature, penalty)
                 kept = ordered(x) >= threshold
                 if by_share:
                     kept = kept and ptx.ex2(float32(x - top) * LOG2E) >= min_p
-                if kept:
-                    noisy = float32(float32(x - top) + gumbel(i, counter, uint32(row), seed_low, seed_high))
+                if by_row and not draws:
+                    best = max(best, key_of(x, i))
+                elif kept:
+                    noisy = float32(float32(x - top) + gumbel(i, counter, draw_row, seed_low, seed_high))
                     best = max(best, key_of(noisy, i))
                 i = uint32(i + uint32(THREADS))
         best = largest_key(best, scratch)
         if thread == uint32(0):
             token = uint32(uint32(LARGEST_INDEX) - uint32(best & uint64(0xFFFFFFFF)))
             out[row * out_stride] = int32(token)
-            if penalised:
+            if penalised and marks:
                 seen[seen_at + int64(token)] = 1
 
     return sample
 
 
 @lru_cache(maxsize=1024)
-def plan(rows, dtype, greedy, penalised, by_count, by_mass, by_share, stepped):
+def plan(rows, dtype, greedy, penalised, by_count, by_mass, by_share, stepped, by_row=False):
     """A block of 1024 threads a row."""
-    constants = (dtype, greedy, penalised, by_count, by_mass, by_share, stepped)
+    constants = (dtype, greedy, penalised, by_count, by_mass, by_share, stepped, *([True] if by_row else []))
     return Plan(sample_kernel, constants, (rows, 1, 1), (THREADS, 1, 1))
 
 
@@ -296,3 +315,15 @@ def run(logits, seen, step, out, options, device, stream):
         options["seed"] >> 32,
     )
     launch(chosen, (*pointers, vocab, *strides, *numbers), device, stream)
+
+
+def run_rows(logits, numbers, seen, out, device, stream):
+    """See ``nbkernels.sample_rows``; numbers: its arrays by name, contiguous DeviceArrays; seen may be None."""
+    rows, vocab = logits.shape
+    if vocab > MOST_TOKENS:
+        raise ValueError(f"logits: {vocab} columns, wanted at most {MOST_TOKENS}")
+    chosen = plan(rows, logits.dtype, False, seen is not None, True, True, True, True, by_row=True)
+    pointers = (logits.pointer, 0 if seen is None else seen.pointer, numbers["step"].pointer, out.pointer)
+    strides = (logits.strides[0], 0 if seen is None else seen.strides[0], out.strides[0])
+    names = ("temperature", "repetition_penalty", "top_k", "top_p", "min_p", "seed", "seen_row")
+    launch(chosen, (*pointers, vocab, *strides, *(numbers[name].pointer for name in names)), device, stream)

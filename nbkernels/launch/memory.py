@@ -4,10 +4,12 @@ Arrays made here live on the legacy default stream unless ``use_stream`` says ot
 when the last view of it is gone.
 """
 
+import ctypes
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
@@ -249,6 +251,72 @@ def copy_from_host(destination, array):
     check(driver.cuStreamSynchronize(stream))
 
 
+def copy_from_pageable(destination, array):
+    """``copy_from_host`` of ordinary memory, which is staged before this returns: it does not wait for the work on the stream."""
+    if current().kind == "emulator":
+        copy_from_host(destination, array)
+        return
+    from cuda.bindings import driver
+
+    forbid()
+    check(driver.cuMemcpyHtoDAsync(destination.pointer, array.ctypes.data, array.nbytes, _stream.get()))
+
+
+class Mailbox:
+    """Copies of small arrays to the host, each taken once it is there, while later work is already on the stream.
+
+    At most ``slots`` are under way. nbytes: of the largest array.
+    """
+
+    def __init__(self, nbytes, slots=2):
+        from cuda.bindings import driver
+
+        self.nbytes = nbytes
+        # page-locked: only then does a copy leave the host free
+        self.pointers = [int(check(driver.cuMemAllocHost(nbytes))[0]) for _ in range(slots)]
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self.events = [check(driver.cuEventCreate(flags))[0] for _ in range(slots)]
+        self.posted = []  # (slot, shape, dtype), oldest first
+        self.next = 0
+
+    def post(self, array):
+        """Begin to copy a contiguous DeviceArray, behind the work that is on the stream in force."""
+        from cuda.bindings import driver
+
+        if len(self.posted) == len(self.pointers) or array.nbytes > self.nbytes:
+            raise ValueError(f"{array!r} for a mailbox of {len(self.pointers)} times {self.nbytes} bytes")
+        forbid()
+        slot, stream = self.next, _stream.get()
+        self.next = (slot + 1) % len(self.pointers)
+        check(driver.cuMemcpyDtoHAsync(self.pointers[slot], array.pointer, array.nbytes, stream))
+        check(driver.cuEventRecord(self.events[slot], stream))
+        self.posted.append((slot, array.shape, array.dtype))
+
+    def take(self):
+        """The array that was posted first, as NumPy; waits for it."""
+        from cuda.bindings import driver
+
+        slot, shape, dtype = self.posted.pop(0)
+        check(driver.cuEventSynchronize(self.events[slot]))
+        count = prod(shape)
+        held = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.pointers[slot])
+        return np.frombuffer(held, dtype, count).reshape(shape).copy()
+
+    def clear(self):
+        """Take no more of what was posted."""
+        self.posted.clear()
+
+    def __del__(self):
+        if sys.is_finalizing():
+            return
+        from cuda.bindings import driver
+
+        for event in getattr(self, "events", ()):
+            driver.cuEventDestroy(event)
+        for pointer in getattr(self, "pointers", ()):
+            driver.cuMemFreeHost(pointer)
+
+
 def copy(destination, source):
     """Copy a contiguous DeviceArray into another of the same shape and dtype, in the order of the stream in force."""
     alike = destination.shape == source.shape and destination.dtype == source.dtype
@@ -312,6 +380,19 @@ def wait_for(stream):
 
     forbid()
     check(driver.cuStreamSynchronize(stream))
+
+
+def free_bytes():
+    """Bytes of device memory that can be had on the current device: what is free, and what our pool keeps and nobody uses."""
+    from cuda.bindings import driver
+
+    pool = check(driver.cuDeviceGetDefaultMemPool(driver.cuDeviceGet(0)[1]))[0]
+    names = driver.CUmemPool_attribute
+    reserved, used = (
+        int(check(driver.cuMemPoolGetAttribute(pool, name))[0])
+        for name in (names.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, names.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+    )
+    return int(check(driver.cuMemGetInfo())[0]) + reserved - used
 
 
 def used_bytes():

@@ -40,6 +40,15 @@ def zeros(shape, dtype):
     return device_zeros(shape, dtype)
 
 
+def view_bytes(array, dtype, shape):
+    """A contiguous uint8 array [bytes] on the current device, seen as another dtype and shape of as many bytes."""
+    if isinstance(array, np.ndarray):
+        return array.view(dtype).reshape(shape)
+    from nbkernels.arrays import DeviceArray, contiguous_strides
+
+    return DeviceArray(array.pointer, shape, contiguous_strides(shape), np.dtype(dtype), array.owner)
+
+
 def overwrite(array, values):
     """Copy NumPy values into an array of the same shape and dtype."""
     if isinstance(array, np.ndarray):
@@ -48,6 +57,13 @@ def overwrite(array, values):
     from nbkernels.launch.memory import copy_from_host
 
     copy_from_host(array, values)
+
+
+def overwrite_at_once(array, values):
+    """``overwrite`` of a device array, without waiting for the work before it."""
+    from nbkernels.launch.memory import copy_from_pageable
+
+    copy_from_pageable(array, values)
 
 
 def copy(destination, source):
@@ -93,6 +109,15 @@ def stream():
     from nbkernels.launch.memory import current_stream
 
     return current_stream()
+
+
+def free_bytes():
+    """Bytes of memory that are free on the GPU; of other devices' host memory none are promised: 0."""
+    if current().kind != "cuda":
+        return 0
+    from nbkernels.launch.memory import free_bytes as of_device
+
+    return of_device()
 
 
 def memory_bytes():

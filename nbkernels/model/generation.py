@@ -1,8 +1,8 @@
 """A language model that is loaded and speaks: ``load(path).generate("…", stream=True)``."""
 
+import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,31 +10,16 @@ from nbkernels import ops
 from nbkernels.launch.device import device
 from nbkernels.model import backend
 from nbkernels.model.chat import encode_chat
+from nbkernels.model.engine import PAGE_SIZE as ENGINE_PAGE_SIZE
+from nbkernels.model.engine import Engine, pages_for
 from nbkernels.model.kv_cache import KVCache
-from nbkernels.model.sampling import SamplingOptions
+from nbkernels.model.sampling import SamplingOptions, check_new_tokens, check_speculate, check_stop
 from nbkernels.model.session import PAGE_SIZE, Session
+from nbkernels.model.statistics import Statistics
 from nbkernels.model.tokenizer import TextStream
 
-PREFILL_TOKENS = (
-    512  # a long prompt goes through the layers in pieces of this many tokens, which bounds the memory it takes
-)
-
-
-@dataclass
-class Statistics:
-    """What a generation took. first_token_seconds: from the call to the first token; device_bytes: see backend.memory_bytes."""
-
-    device: str = ""
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    first_token_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    memory_bytes: int = 0
-
-    @property
-    def tokens_per_second(self):
-        """Tokens after the first, over the time they took; 0 where there was one at most."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 and self.decode_seconds else 0.0
+# Rows of the Engine behind ``generate``: up to LEAST_ROWS products have the bits of a lone row's, beyond MOST_ROWS they queue.
+LEAST_ROWS, MOST_ROWS = 16, 64
 
 
 class Generation:
@@ -109,6 +94,7 @@ class LanguageModel:
         self.chat_template = chat_template
         self.device = on
         self._idle_session = None
+        self._engine = None
         self._stream = backend.new_stream() if on.kind == "cuda" else None
 
     @property
@@ -156,34 +142,78 @@ class LanguageModel:
         seed=None,
         stop=(),
         stream=False,
+        speculate=0,
     ):
         """Continue a prompt (see ``encode``). Returns the text, or with stream=True a ``Generation`` to iterate over.
 
         temperature 0 is greedy; the rest as ``nbkernels.sample``. stop: a string or several; the text ends before the first one.
         ValueError or TypeError for a wrong option, an empty prompt, or one that does not leave room in the context.
+
+        Of a list of strings, of chats or of lists of ids all are continued at once, by an ``Engine``: returns the list of their
+        texts; with stream=True a list of ``Request``s, each to be iterated. Without a seed each has one of its own. speculate: so
+        many tokens (0 to 7) are drafted from the text itself and checked in one step, where the choice is greedy: the text stays
+        the same.
         """
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-            raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__}, wanted an integer of at least 1")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: {max_new_tokens}, wanted an integer of at least 1")
+        check_new_tokens(max_new_tokens)
+        check_speculate(speculate)
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty, seed).with_seed()
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop: {type(text).__name__}, wanted strings")
-            if not text:
-                raise ValueError("stop: an empty string, wanted some text")
-        ids = self.encode(prompt)
-        if len(ids) >= self.config.context:
-            raise ValueError(
-                f"prompt: {len(ids)} tokens, wanted fewer than the model's context of {self.config.context}"
-            )
+        stop = check_stop(stop)
+        if speculate or _is_several(prompt):
+            options = {
+                **vars(options),
+                "seed": seed,
+                "max_new_tokens": max_new_tokens,
+                "stop": stop,
+                "speculate": speculate,
+            }
+            return self._generate_all(prompt, options, stream)
+        ids = self._encode_within_context(prompt)
         generation = Generation(self, ids, max_new_tokens, options, stop)
         if stream:
             return generation
         for _ in generation:
             pass
         return generation.text
+
+    def _encode_within_context(self, prompt):
+        ids = self.encode(prompt)
+        if len(ids) >= self.config.context:
+            raise ValueError(
+                f"prompt: {len(ids)} tokens, wanted fewer than the model's context of {self.config.context}"
+            )
+        return ids
+
+    def _generate_all(self, prompt, options, stream):
+        """``generate`` of several prompts, or of one whose tokens are drafted, by an Engine; options: those of its ``submit``."""
+        several = _is_several(prompt)
+        prompts = [self._encode_within_context(one) for one in (prompt if several else [prompt])]
+        engine = self._engine_for(prompts, options["max_new_tokens"], 1 + options["speculate"], kept=not stream)
+        try:
+            requests = [engine.submit(ids, **options) for ids in prompts]
+            if stream:
+                return requests if several else requests[0]
+            texts = [request.result() for request in requests]
+        except BaseException:
+            self._engine = None
+            raise
+        return texts if several else texts[0]
+
+    def _engine_for(self, prompts, max_new_tokens, rows_each, kept):
+        """An Engine for these ids; kept: the one that the model keeps, or in its place a new one where it is too small."""
+        rows = min(max(LEAST_ROWS, 1 << (len(prompts) * rows_each - 1).bit_length()), MOST_ROWS)
+        pages = [-(-min(self.config.context, len(ids) + max_new_tokens) // ENGINE_PAGE_SIZE) for ids in prompts]
+        most = min(sum(pages), max(pages) * rows)
+        engine = self._engine if kept else None
+        if engine is not None and engine.max_batch >= rows and engine.cache.pages >= most:
+            return engine
+        if kept:
+            self._engine = None  # its pages go first
+        with self.on_device():
+            fit = pages_for(self.config, self.transformer.dtype, ENGINE_PAGE_SIZE, 1 << (most - 1).bit_length())
+        engine = Engine(self, max_batch=rows, pages=max(fit, *pages), max_queue=sys.maxsize)
+        if kept:
+            self._engine = engine
+        return engine
 
     def tokens(self, prompt_ids, limit, options):
         """The chosen tokens, one after another, at most ``limit``; the device must be entered around each step.
@@ -195,12 +225,17 @@ class LanguageModel:
             sampler = _Sampler(self, prompt_ids, options)
             # a vocabulary padded beyond the tokenizer's is never drawn from
             vocab = min(self.config.vocab, len(self.tokenizer))
-            logits = session.start(prompt_ids)
+            sampler.choose(session.start(prompt_ids)[:, :vocab], session.token)
+            session.post()
+            launched = 1
             for produced in range(1, limit + 1):
-                sampler.choose(logits[:, :vocab], session.token)
-                yield int(backend.fetch(session.token)[0])
-                if produced < limit:
-                    logits = session.extend()
+                # not before the first token, which would wait for the recording of the step behind it
+                ahead = session.ahead if produced > 1 else 0
+                while launched < min(produced + ahead, limit):
+                    sampler.choose(session.extend()[:, :vocab], session.token)
+                    session.post()
+                    launched += 1
+                yield session.take()
         finally:
             self._idle_session = session
 
@@ -246,6 +281,15 @@ class LanguageModel:
         if not count:
             raise ValueError("text: fewer than two tokens")
         return float(np.exp(total / count))
+
+
+def _is_several(prompt):
+    """Whether a prompt is a list of prompts: of strings, or of lists, which are chats or ids."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    if all(isinstance(one, str) for one in prompt):
+        return True
+    return all(isinstance(one, list | tuple) for one in prompt)
 
 
 class _Sampler:

@@ -49,12 +49,21 @@ class Step(NamedTuple):
     lengths: object
 
 
+class Saved(NamedTuple):
+    """A sequence in host memory: how many tokens it has, and of each pool's array its pages [pages, …]."""
+
+    length: int
+    arrays: tuple
+
+
 class KVCache:
     """Keys and values of up to max_sequences sequences, in ``pages`` pages of page_size tokens (a power of two, 16 to 256).
 
     dtype: of keys and values, or int8: then each has a float32 scale a token and head. max_pages_per_sequence: columns of the
     table (default: as many as there are pages). A sequence is named by its row of the table. The arrays are made on the device
     in force. TypeError or ValueError for wrong arguments and for sequences that are none.
+
+    tables_on_device: False for one who hands the kernels tables of his own, made of ``page_numbers``: there is no ``begin`` then.
     """
 
     def __init__(
@@ -68,6 +77,7 @@ class KVCache:
         page_size=64,
         max_sequences=1,
         max_pages_per_sequence=None,
+        tables_on_device=True,
     ):
         max_pages = pages if max_pages_per_sequence is None else max_pages_per_sequence
         sizes = {
@@ -94,16 +104,19 @@ class KVCache:
         self.max_sequences = max_sequences
         self._arrays = []  # those of which a copy of a page is made, [pages, …]
         self.layers = [self._make_layer(kv_heads, head_dim) for _ in range(layers)]
-        self.block_table = backend.zeros((max_sequences, max_pages), INT32)
-        self.positions = backend.zeros((max_sequences,), INT32)
-        self.lengths = backend.zeros((max_sequences,), INT32)
+        self.tables_on_device = tables_on_device
+        if tables_on_device:
+            self.block_table = backend.zeros((max_sequences, max_pages), INT32)
+            self.positions = backend.zeros((max_sequences,), INT32)
+            self.lengths = backend.zeros((max_sequences,), INT32)
         # the host's own: lengths, the table, each sequence's pages (None: no sequence), how many have a page, and the free ones
         self._lengths = np.zeros(max_sequences, np.int32)
         self._table = np.full((max_sequences, max_pages), NO_PAGE, np.int32)
         self._pages = [None] * max_sequences
         self._owners = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # the last is taken first: a new sequence gets pages in a row
-        backend.overwrite(self.block_table, self._table)
+        if tables_on_device:
+            backend.overwrite(self.block_table, self._table)
 
     def _make_layer(self, kv_heads, head_dim):
         shape = (self.pages, self.page_size, kv_heads, head_dim)
@@ -162,6 +175,79 @@ class KVCache:
             self._owners[page] += 1
         self._publish(new, length)
         return new
+
+    def page_numbers(self, sequence):
+        """The numbers of a sequence's pages, in their order."""
+        self._check(sequence)
+        return list(self._pages[sequence])
+
+    def table_row(self, sequence):
+        """The host's row of a sequence, int32 [max_pages_per_sequence], NO_PAGE behind its pages; not to be written to."""
+        self._check(sequence)
+        return self._table[sequence]
+
+    def table_rows(self, sequences, columns):
+        """A copy of the first columns of the rows of a list of sequences, each as often as it stands there."""
+        return self._table[sequences, :columns]
+
+    def room(self, sequence):
+        """How many more tokens fit into the pages that a sequence has."""
+        return len(self._pages[sequence]) * self.page_size - int(self._lengths[sequence])
+
+    def adopt(self, sequence, pages):
+        """Extend a sequence by full pages that were written before, and that it shares from now on with whoever has them.
+
+        The tokens must fill the pages that the sequence has: ValueError.
+        """
+        self._check(sequence)
+        length = int(self._lengths[sequence])
+        own = self._pages[sequence]
+        if length != len(own) * self.page_size:
+            raise ValueError(f"sequence: {length} tokens, wanted {len(own)} full pages of {self.page_size}")
+        if length + len(pages) * self.page_size > self.capacity:
+            raise ValueError(f"pages: {len(pages)} do not fit into the {self.capacity} tokens of a sequence")
+        self.hold(pages)
+        own.extend(pages)
+        self._publish(sequence, length + len(pages) * self.page_size)
+
+    def hold(self, pages):
+        """Keep pages, whatever their sequences do, until they are ``drop``ped. ValueError for one that nobody has."""
+        for page in pages:
+            if not 0 <= page < self.pages or not self._owners[page]:
+                raise ValueError(f"pages: {page}, which no sequence has")
+        for page in pages:
+            self._owners[page] += 1
+
+    def drop(self, pages):
+        """Give back pages that were held."""
+        for page in pages:
+            self._disown(page)
+
+    def owners(self, page):
+        """How many have a page: sequences, and those who ``hold`` it."""
+        return self._owners[page]
+
+    def save(self, sequence):
+        """A copy of a sequence in host memory, a ``Saved``; the sequence stays as it is."""
+        self._check(sequence)
+        length = int(self._lengths[sequence])
+        pages = self._pages[sequence][: self._pages_of(length)]
+        arrays = tuple(np.array([backend.fetch(array[page]) for page in pages]) for array in self._arrays)
+        return Saved(length, arrays)
+
+    def restore(self, saved):
+        """A new sequence that is what was saved, to the bit: its number. OutOfPages, or all as it was."""
+        sequence = self.add()
+        try:
+            self.reserve((sequence,), saved.length)
+        except OutOfPages:
+            self.free(sequence)
+            raise
+        for array, values in zip(self._arrays, saved.arrays, strict=True):
+            for page, content in zip(self._pages[sequence], values, strict=True):
+                backend.overwrite(array[page], content)
+        self._publish(sequence, saved.length)
+        return sequence
 
     def shared_prefix(self, sequences):
         """How many leading tokens of some sequences lie in pages that all of them share; 0 for a lone one."""
@@ -312,20 +398,25 @@ class KVCache:
         """Give back all pages of a sequence but the first ``keep``, the last first: they are taken again in their order."""
         pages = self._pages[sequence]
         while len(pages) > keep:
-            page = pages.pop()
-            self._owners[page] -= 1
-            if not self._owners[page]:
-                self._free.append(page)
+            self._disown(pages.pop())
+
+    def _disown(self, page):
+        self._owners[page] -= 1
+        if not self._owners[page]:
+            self._free.append(page)
 
     def _publish_table(self, sequence):
         row = self._table[sequence]
         row[:] = NO_PAGE
         row[: len(self._pages[sequence])] = self._pages[sequence]
-        backend.overwrite(self.block_table[sequence], row)
+        if self.tables_on_device:
+            backend.overwrite(self.block_table[sequence], row)
 
     def _publish(self, sequence, length):
         """A sequence's pages and length to the device. A row beyond its pages is no page, so that nothing is written there."""
         self._publish_table(sequence)
         self._lengths[sequence] = length
+        if not self.tables_on_device:
+            return
         for array in (self.positions, self.lengths):
             backend.overwrite(array[sequence : sequence + 1], self._lengths[sequence : sequence + 1])

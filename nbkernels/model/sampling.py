@@ -3,6 +3,8 @@
 import secrets
 from dataclasses import dataclass, replace
 
+MOST_DRAFTED = 7  # tokens a step
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -47,3 +49,27 @@ def _integer(name, value, wanted, right):
         raise TypeError(f"{name}: {type(value).__name__}, wanted an integer, {wanted}")
     if not right(value):
         raise ValueError(f"{name}: {value}, wanted {wanted}")
+
+
+def check_new_tokens(max_new_tokens):
+    """Raise TypeError or ValueError unless it is a number of tokens to write."""
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens: {type(max_new_tokens).__name__}, wanted an integer of at least 1")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: {max_new_tokens}, wanted an integer of at least 1")
+
+
+def check_speculate(speculate):
+    """Raise TypeError or ValueError unless it is a number of tokens to draft."""
+    _integer("speculate", speculate, f"0 to {MOST_DRAFTED}", lambda v: 0 <= v <= MOST_DRAFTED)
+
+
+def check_stop(stop):
+    """Stop strings as a tuple, of one string or several. Raises TypeError or ValueError."""
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stop:
+        if not isinstance(text, str):
+            raise TypeError(f"stop: {type(text).__name__}, wanted strings")
+        if not text:
+            raise ValueError("stop: an empty string, wanted some text")
+    return stop

@@ -1,8 +1,11 @@
 """One sequence being written: its KV cache and the steps that extend it, on a GPU as a graph that is replayed.
 
 A decode step is the same launches at the same addresses each time: positions and lengths are counted on the device. So the
-second step is recorded as a CUDA graph, and from then on a token costs the host one launch, its choice, and reading it.
+second step is recorded as a CUDA graph, and from then on a token costs the host one launch, its choice, and reading it. The step
+behind a token needs nothing of the host, and is launched before the host has read the token: the GPU does not wait.
 """
+
+from collections import deque
 
 import numpy as np
 
@@ -21,7 +24,9 @@ class Session:
     """A KV cache of one sequence, and logits behind its last token.
 
     ``start(ids)`` reads a prompt, ``extend()`` the token that stands in ``token`` (int32 [1] on the device); both return logits
-    [1, vocab]. The device of the transformer must be entered, and its stream be in force.
+    [1, vocab]. ``post`` begins to copy ``token`` to the host and ``take`` waits for the copy posted first; up to 1 + ``ahead``
+    are under way, so that the next step may be launched in between. The device of the transformer must be entered, and its stream
+    be in force.
     """
 
     def __init__(self, transformer, capacity):
@@ -38,9 +43,20 @@ class Session:
         self.logits = None if backend.on_host() else backend.zeros((1, config.vocab), transformer.dtype)
         self._graph = None
         self._arena = None
+        self._posted = deque()
+        self._mailbox = None
+        self.ahead = 0
+        if current().kind == "cuda":
+            from nbkernels.launch.memory import Mailbox
+
+            self.ahead = 1
+            self._mailbox = Mailbox(self.token.nbytes, 1 + self.ahead)
 
     def start(self, prompt_ids):
         """Forget everything and read a prompt. -> logits behind its last token."""
+        self._posted.clear()
+        if self._mailbox is not None:
+            self._mailbox.clear()
         self.cache.truncate(self.sequences[0], 0)
         # all of it at once: no later step changes the table
         self.cache.reserve(self.sequences, self.cache.capacity)
@@ -60,6 +76,17 @@ class Session:
         self._graph.replay(backend.stream())
         self.cache.count(self.sequences, 1)
         return self.logits
+
+    def post(self):
+        """Begin to copy ``token`` to the host, behind the work so far."""
+        if self._mailbox is None:
+            self._posted.append(int(backend.fetch(self.token)[0]))
+        else:
+            self._mailbox.post(self.token)
+
+    def take(self):
+        """The token that was posted first."""
+        return self._posted.popleft() if self._mailbox is None else int(self._mailbox.take()[0])
 
     def _step(self):
         with overlapping():  # the weights were there before

@@ -14,6 +14,8 @@ Where outputs are normalised too (Gemma 2 and 3, OLMo 2), the sum is taken by th
     normed, x = rms_norm(x + added), x + added
 """
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +32,18 @@ TALL = 4
 # 32 are those of the GGUF block formats.
 STRETCH = 2**24  # elements that are copied to a device at once
 QUANTIZATIONS = {"int8": (32, None), "int8-rows": (None, None), "int8-activations": (None, "int8")}
+
+_plan_rows = ContextVar("nbkernels_plan_rows", default=None)
+
+
+@contextmanager
+def planned_as(rows):
+    """Choose the kernels of products as for so many rows, so that a row's bits don't depend on how many there are."""
+    token = _plan_rows.set(rows)
+    try:
+        yield
+    finally:
+        _plan_rows.reset(token)
 
 
 class Weights(NamedTuple):
@@ -121,6 +135,8 @@ class Transformer:
         weight, bias = weights
         if bias is not None:
             options["bias"] = bias
+        if _plan_rows.get() is not None:
+            options["plan_rows"] = _plan_rows.get()
         if isinstance(weight, Int8Weight):
             return self.ops.int8_matmul(x, weight, **self.int8_options, **options)
         return self.ops.matmul(x, weight, **options)
