@@ -220,9 +220,11 @@ def test_a_tensor_copy_fills_what_lies_outside_with_zeros():
     y = np.zeros((8, 16), np.uint32)
     padded = np.zeros((24, 48), np.uint32)
     padded[8:13, 16:28] = x
-    for column, row in ((0, 0), (-3, -2), (5, 3), (16, 0), (0, 7)):
+    for column, row in ((0, 0), (-4, -2), (4, 3), (16, 0), (0, 7)):
         e.launch(text, None, 1, 128, [tensor_map.encode(tensor), y, column, row], shared_bytes=512)
         np.testing.assert_array_equal(y, padded[8 + row : 16 + row, 16 + column : 32 + column])
+    with pytest.raises(emulator.MemoryFault, match="from element 5"):
+        e.launch(text, None, 1, 128, [tensor_map.encode(tensor), y, 5, 0], shared_bytes=512)
 
 
 PIPELINE = (

@@ -370,7 +370,11 @@ def _tensor_moves(m, i, to_shared):
             raise m.fault(i, lane, f"a tensor copy at shared address {base:#x}, wanted a multiple of {pattern}")
         window = _shared_place(m, i, lane, base, size) - base
         places = window + tensor_map.swizzled(base + np.arange(0, size, CHUNK), bits)
-        return _box_moves(m, i, lane, tensor, [int(n[lane]) for n in numbers], places, to_shared), size
+        first = [int(n[lane]) for n in numbers]
+        if first[0] * tensor.itemsize % CHUNK:
+            # not written down anywhere; such a copy ended in an illegal instruction on an H200
+            raise m.fault(i, lane, f"a tensor copy from element {first[0]} of a row on, wanted a multiple of {CHUNK} bytes")
+        return _box_moves(m, i, lane, tensor, first, places, to_shared), size
 
     return moves
 

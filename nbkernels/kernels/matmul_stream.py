@@ -329,7 +329,8 @@ def matmul_stream_kernel(
     @cuda.jit(device=True, inline="always")
     def bring_scales(scale_map, to, tile, step, full):
         at = uint32(to + uint32(scales_at))
-        first = uint32(step * uint32(scale_groups))
+        # from a multiple of four groups on: a copy from elsewhere ends in an illegal instruction on an H200
+        first = uint32(uint32(step * uint32(scale_groups)) & uint32(0xFFFFFFFC))
         tensor_load_2d(at, tensor_map_address(scale_map), first, uint32(tile * uint32(tile_n)), full)
 
     @cuda.jit(device=True, inline="always")
@@ -580,7 +581,11 @@ def matmul_stream_kernel(
                 mbarrier_wait(full, parity)
                 w = uint32(ring + uint32(stage * uint32(stage_stride)))
                 if scale_boxes:
-                    read_scales(uint32(w + uint32(scales_at) + warp_scales), scale)
+                    own_scales = uint32(w + uint32(scales_at) + warp_scales)
+                    if scale_groups < 4:
+                        in_box = uint32(uint32(step * uint32(scale_groups)) & uint32(3))
+                        own_scales = uint32(own_scales + uint32(in_box << uint32(2)))
+                    read_scales(own_scales, scale)
                 multiply(uint32(w + warp_bytes), uint32(w + uint32(tile_bytes)), w_lane, x_lane, constants, scale, sums)
                 fence_proxy_async_shared()  # loads may be under way, which nothing else orders before the next copy
                 ptx.warp_sync()
