@@ -373,7 +373,9 @@ def _tensor_moves(m, i, to_shared):
         first = [int(n[lane]) for n in numbers]
         if first[0] * tensor.itemsize % CHUNK:
             # not written down anywhere; such a copy ended in an illegal instruction on an H200
-            raise m.fault(i, lane, f"a tensor copy from element {first[0]} of a row on, wanted a multiple of {CHUNK} bytes")
+            raise m.fault(
+                i, lane, f"a tensor copy from element {first[0]} of a row on, wanted a multiple of {CHUNK} bytes"
+            )
         return _box_moves(m, i, lane, tensor, first, places, to_shared), size
 
     return moves
