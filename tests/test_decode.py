@@ -144,16 +144,15 @@ def test_levels_of_the_merge(device, short_splits, dtype, head_dim, q_len, windo
         np.testing.assert_array_equal(run(q[one], k[one, :n], v[one, :n], lengths[one], **options)[0], together[b])
 
 
-@pytest.mark.parametrize("dtype, q_len, window", [(BF16, 1, None), (F16, 3, None), (BF16, 2, 333), (F16, 1, 1500)])
-def test_splits_in_turn(device, monkeypatch, dtype, q_len, window):
-    """A block that takes several splits leaves the same bits: whole turns, parts of them, and groups that end in between."""
-    monkeypatch.setattr(decode, "SPLIT", 128)
-    monkeypatch.setattr(decode, "FULL_BLOCKS", 0)  # as many turns as may be, however few blocks there are
-    lengths = np.array([128, 129, 700, FAN * 128, FAN * 128 + 52, 0, 5], np.int32)
-    q, k, v = inputs(len(lengths), q_len, FAN * 128 + 60, 2, 1, 16, dtype)
+@pytest.mark.parametrize("dtype, q_len, window", [(BF16, 1, None), (F16, 3, 333)])
+def test_stages_of_a_ring(device, monkeypatch, dtype, q_len, window):
+    """Rings of any length leave the same bits, and some of them go round."""
+    lengths = np.array([128, 700, SPLIT + 1, 0, 5], np.int32)
+    q, k, v = inputs(len(lengths), q_len, SPLIT + 300, 2, 1, 64, dtype)
     results = []
-    for turns in (1, 2, 8):
-        monkeypatch.setattr(decode, "MOST_TURNS", turns)
+    for stages in (2, 3, 6):
+        monkeypatch.setattr(decode, "STAGES", stages)
+        monkeypatch.setattr(decode, "LONE_STAGES", stages)
         decode.plan.cache_clear()
         results.append(check(q, k, v, lengths, causal=True, window=window))
     decode.plan.cache_clear()

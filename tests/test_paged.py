@@ -324,26 +324,20 @@ def test_a_prefix_of_several_groups_of_splits(device, short_splits, dtype, int8,
 
 @pytest.mark.parametrize("dtype, int8", [(BF16, False), (F16, True), (BF16, True)])
 @pytest.mark.parametrize("window", [None, 900])
-def test_splits_in_turn(device, monkeypatch, dtype, int8, window):
-    """Blocks that take several splits: the next one's pages are looked up in time; a prefix ends within a block's turns."""
+def test_many_splits_behind_a_prefix(device, monkeypatch, dtype, int8, window):
+    """Groups of splits that a prefix fills in part, and a window that begins within a split."""
     monkeypatch.setattr(decode, "SPLIT", 128)
-    monkeypatch.setattr(decode, "FULL_BLOCKS", 0)  # as many turns as may be, however few blocks there are
+    for kept in (decode.plan, decode.plan_prefix):
+        kept.cache_clear()
     prefix = 5 * 128
     paged = Paged([prefix + 1, prefix + 40, prefix + 1500], 1, 64, dtype, 16, int8)
     paged.table[:, : prefix // 16] = paged.table[:1, : prefix // 16]
     for exact in paged.exact:
         exact[:, :prefix] = exact[:1, :prefix]
     q = queries(3, 1, 2, 64, dtype)
-    results = []
-    for turns in (1, 4):
-        monkeypatch.setattr(decode, "MOST_TURNS", turns)
-        for kept in (decode.plan, decode.plan_prefix):
-            kept.cache_clear()
-        results += [paged.check(q, window=window), paged.run(q, window=window, prefix=prefix)]
+    np.testing.assert_array_equal(paged.run(q, window=window, prefix=prefix), paged.check(q, window=window))
     for kept in (decode.plan, decode.plan_prefix):
         kept.cache_clear()
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
 
 
 def test_a_prefix_is_read_once():

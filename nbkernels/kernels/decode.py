@@ -3,7 +3,7 @@
     out[b, i, h] = sum_j softmax_j(scale · q[b, i, h] · k[b, j, h / group]) · v[b, j, h / group]        (caps, sinks: ``scores``)
 
 Split-KV decoding (Dao et al. 2023, "Flash-Decoding") with the online softmax of Milakov and Gimelshein (2018): the keys of a
-sequence are cut into splits of SPLIT, a block takes one, or a few in turn, of one KV head for up to ``rows`` query rows (the
+sequence are cut into splits of SPLIT, a block takes one of one KV head for up to ``rows`` query rows (the
 query heads of the KV head's group, times the query tokens, packed so that K and V are read once for them), and the last block to
 end merges the splits in their order (``decode_merge``). The length of a split depends on nothing but this file, so a sequence's
 bits do not depend on its batch or on the cache's capacity. For that, products are added by a named fma: the assembler may fuse a
@@ -39,20 +39,15 @@ from nbkernels.launch.launcher import Plan, launch
 
 SPLIT = 512  # keys a block: short enough that one sequence fills the card from a few thousand keys on
 WARPS, FEW_WARPS = 4, 2  # of decode_tensor; fewer where two steps of that many would not fit into LEAST_SHARED_BYTES
-# of decode_tensor on a multiprocessor, as far as there are so many: by their registers, and room for two steps
-BLOCKS = 3
-MOST_STAGES = 6  # steps that a warp has room for where blocks are few
-# splits that a block takes in turn, its next keys under way while it leaves one: as many as leave FULL_BLOCKS times the blocks
-# that run at once
-MOST_TURNS, FULL_BLOCKS = 8, 2
-RESERVED_BYTES = 1024  # shared memory of each block that the system takes
+# steps that a warp has room for, where no multiprocessor has two blocks, and elsewhere: more were slower on an H200
+LONE_STAGES, STAGES = 4, 2
 LEAST_SHARED_BYTES = 99 * 1024  # of a block, on every architecture
 INT8_PIECE = 16  # int8 elements in 16 bytes
 MOST_BLOCKS = 65535  # of a grid's second and third axes
 
 
 def _walk(packed, head_dim, dtype, width, int8_pages, device, sequences, splits):
-    """(factory, its first constants, query rows a block, splits a block, threads, shared bytes) for so many packed rows.
+    """(factory, its first constants, query rows a block, threads, shared bytes) for so many packed rows.
 
     Rows a block: as many as the packed rows fill, up to what the registers hold: STRIP · strips of decode_tensor, where strips
     is a power of two and strips · head_dim at most STRIP_ELEMENTS, or a power of two up to MAX_ROWS of decode_lanes.
@@ -63,7 +58,7 @@ def _walk(packed, head_dim, dtype, width, int8_pages, device, sequences, splits)
         while rows < min(packed, decode_lanes.MAX_ROWS):
             rows *= 2
         constants = (dtype, head_dim, width, rows, SPLIT)
-        return decode_lanes.decode_lanes_kernel, constants, rows, 1, decode_lanes.THREADS, 0
+        return decode_lanes.decode_lanes_kernel, constants, rows, decode_lanes.THREADS, 0
     shared_bytes, multiprocessors = device
     strips, strip = 1, decode_tensor.STRIP
     while (
@@ -75,22 +70,13 @@ def _walk(packed, head_dim, dtype, width, int8_pages, device, sequences, splits)
     itemsize = 1 if int8_pages else 2
     keys = decode_tensor.step_keys(head_dim, itemsize)
     of_block = partial(decode_tensor.block_bytes, head_dim, itemsize, strips, keys)
-    # the warps by the shape alone, since the bits hang on them; turns and stages change none
+    # the warps by the shape alone, since the bits hang on them; stages change none
     warps = WARPS if of_block(WARPS, 2) <= LEAST_SHARED_BYTES else FEW_WARPS
     blocks = sequences * -(-packed // (strips * strip)) * splits
-    turns = 1
-    if decode_tensor.states_fit(head_dim, itemsize, strips, keys):
-        while turns < MOST_TURNS and blocks >= 2 * turns * FULL_BLOCKS * BLOCKS * multiprocessors:
-            turns *= 2
-    # a multiprocessor has as many bytes as a block may have, and RESERVED_BYTES of each block
-    beside = min(max(-(-blocks // turns // multiprocessors), 1), BLOCKS)
-    room = (shared_bytes + RESERVED_BYTES) // beside - RESERVED_BYTES
-    stages = 2
-    while stages < SPLIT // (warps * keys) and stages < MOST_STAGES and of_block(warps, stages + 1) <= room:
-        stages += 1
-    constants = (dtype, head_dim, strips, SPLIT, turns, keys, warps, stages)
+    stages = LONE_STAGES if blocks <= multiprocessors and of_block(warps, LONE_STAGES) <= shared_bytes else STAGES
+    constants = (dtype, head_dim, strips, SPLIT, keys, warps, stages)
     kernel = decode_tensor.decode_tensor_kernel
-    return kernel, constants, strips * strip, turns, warps * ptx.WARP, of_block(warps, stages)
+    return kernel, constants, strips * strip, warps * ptx.WARP, of_block(warps, stages)
 
 
 @lru_cache(maxsize=4096)
@@ -106,11 +92,11 @@ def plan(
     packed = heads // kv_heads * q_len
     splits = max(1, -(-kv_len // SPLIT))
     shape = (packed, head_dim, dtype, width, int8_pages, device, batch * kv_heads)
-    factory, constants, rows, turns, threads, used = _walk(*shape, splits - prefix_splits)
+    factory, constants, rows, threads, used = _walk(*shape, splits - prefix_splits)
     row_tiles = -(-packed // rows)
     if splits > MOST_BLOCKS:
         raise ValueError(f"{kv_len} keys are more than {MOST_BLOCKS} splits of {SPLIT}")
-    grid = (kv_heads * row_tiles, -(-splits // turns) - prefix_splits // turns, batch)
+    grid = (kv_heads * row_tiles, splits - prefix_splits, batch)
     options = (causal, windowed, has_lengths, capped, has_sinks, paged, int8_pages, "behind" if prefix_splits else None)
     return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles, splits
 
@@ -120,10 +106,10 @@ def plan_prefix(batch, q_len, heads, kv_heads, head_dim, dtype, width, device, c
     """(walk over a prefix's splits, row tiles): the query tokens of all sequences, which all see it, as those of one."""
     packed = heads // kv_heads * q_len * batch
     shape = (packed, head_dim, dtype, width, int8_pages, device, kv_heads)
-    factory, constants, rows, turns, threads, used = _walk(*shape, prefix_splits)
+    factory, constants, rows, threads, used = _walk(*shape, prefix_splits)
     row_tiles = -(-packed // rows)
     options = (False, False, False, capped, False, True, int8_pages, "shared")
-    grid = (kv_heads * row_tiles, -(-prefix_splits // turns), 1)
+    grid = (kv_heads * row_tiles, prefix_splits, 1)
     return Plan(factory, (*constants, *options), grid, (threads, 1, 1), used), row_tiles
 
 

@@ -55,7 +55,7 @@ def decode_lanes_kernel(
     load, _ = access(dtype, width)
     load_kv = load_int8(width) if int8_pages else load
     stored = "int8" if int8_pages else dtype
-    task = task_function(rows, 1, causal, windowed, has_lengths)
+    task = task_function(rows, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     warp_bytes = 4 * state_floats(rows, head_dim)
     span, leave, climb = finish_function(
@@ -296,7 +296,7 @@ def decode_lanes_kernel(
         if not alone:
             climb(
                 ptx.shared_address(shared_flag), out, vectors, weights, counters, sinks, batch, kv_head, tile, split,
-                uint32(1), low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits, all_places,
+                low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits, all_places,
                 out_batch, out_token, out_head,
             )  # fmt: skip
 

@@ -72,19 +72,13 @@ def sight_function(causal, windowed):
     return sight
 
 
-@cuda.jit(device=True, inline="always")
-def first_split_of(turns, first_split):
-    """The first of this block's splits, a multiple of turns, in a launch that works from first_split on."""
-    return uint32(uint32(uint32(first_split // uint32(turns)) + uint32(cuda.blockIdx.y)) * uint32(turns))
-
-
 @cache
-def task_function(rows, turns, causal, windowed, has_lengths):
+def task_function(rows, causal, windowed, has_lengths):
     """task(…) -> (batch, kv_head, tile, split, count, first, last, first_of_all, last_of_all): a block's part.
 
     Some of its rows see keys first to last - 1, and all of them keys first_of_all to last_of_all - 1.
-    grid: KV heads · row tiles in x, splits / turns in y, sequences in z; split: the first of the block's ``turns``. Neighbouring
-    blocks read the same memory: a token's heads lie side by side, and the row tiles of a split read the same keys.
+    grid: KV heads · row tiles in x, splits from first_split on in y, sequences in z. Neighbouring blocks read the same memory: a
+    token's heads lie side by side, and the row tiles of a split read the same keys.
     """
     sight = sight_function(causal, windowed)
 
@@ -94,7 +88,7 @@ def task_function(rows, turns, causal, windowed, has_lengths):
         kv_head, tile = head_tile, uint32(0)
         if row_tiles > uint32(1):
             kv_head, tile = uint32(head_tile // row_tiles), uint32(head_tile % row_tiles)
-        split = first_split_of(turns, first_split)
+        split = uint32(first_split + uint32(cuda.blockIdx.y))
         batch = int64(uint32(cuda.blockIdx.z))
         count = kv_len
         if has_lengths:
@@ -267,7 +261,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
 
     @cuda.jit(device=True, inline="always")
     def climb(
-        flag, out, vectors, weights, counters, sinks, batch, kv_head, tile, split, count, low, own_low, high,
+        flag, out, vectors, weights, counters, sinks, batch, kv_head, tile, split, low, own_low, high,
         q_len, kv_heads, group, row_tiles, splits, all_places, out_batch, out_token, out_head,
     ):  # fmt: skip
         x = cuda.local.array(elements, float32)
@@ -276,7 +270,6 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
         counter_at = (batch * int64(kv_heads) + kv_head) * int64(row_tiles) + int64(tile)
         counter_at *= int64(uint32(all_places - splits))
         index = split
-        left = count
         below = uint32(0)  # places of a row before those of this level
         at_level = splits  # places of this level
         while True:
@@ -292,7 +285,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
             if cuda.threadIdx.x == 0:
                 counter = ptx.address(counters, counter_at + int64(uint32(uint32(above - splits) + group_number)))
                 # it orders what the block has written, and what it reads after the next barrier
-                came = uint32(uint32(ptx.atomic_add(counter, left)) + left)
+                came = uint32(uint32(ptx.atomic_add(counter, uint32(1))) + uint32(1))
                 if came == awaited:
                     ptx.st_global(counter, uint32(0))  # for the next launch
                 ptx.st_shared(flag, came)
@@ -324,7 +317,6 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
             if top:
                 return
             index = group_number
-            left = uint32(1)
             below = above
             at_level = uint32(uint32(at_level + uint32(FAN - 1)) >> uint32(FAN_BITS))
 

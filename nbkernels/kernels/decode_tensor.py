@@ -26,7 +26,6 @@ from nbkernels import ptx
 from nbkernels.kernels.decode_merge import (
     NOTHING,
     finish_function,
-    first_split_of,
     row_floats,
     sight_function,
     state_floats,
@@ -83,17 +82,11 @@ def block_bytes(head_dim, itemsize, strips, keys, warps, stages):
     return FLAG_BYTES + warps * warp_bytes(head_dim, itemsize, strips, keys, stages)
 
 
-def states_fit(head_dim, itemsize, strips, keys):
-    """Whether a warp's state fits into the place of a step, and leaves nothing there that products would read as zeros."""
-    fits = 4 * state_floats(strips * STRIP, head_dim) <= stage_bytes(head_dim, itemsize, keys)
-    return fits and head_dim * itemsize // PIECE % 2 == 0
-
-
 def decode_tensor_kernel(
-    dtype, head_dim, strips, split_keys, turns, keys, warps, stages, causal, windowed, has_lengths,
+    dtype, head_dim, strips, split_keys, keys, warps, stages, causal, windowed, has_lengths,
     capped=False, has_sinks=False, paged=False, int8_pages=False, prefix=None,
 ):  # fmt: skip
-    """``turns`` splits of a KV head for STRIP · strips packed query rows, and the merge of all by the last block.
+    """A split of a KV head for STRIP · strips packed query rows, and the merge of all by the last block.
 
     grid: as ``task_function`` has it. Packed row r is query token r // group of query head r % group.
     keys: of a warp's step; a warp has room for ``stages`` steps. prefix: None, "shared" for the splits that all sequences have in
@@ -106,7 +99,7 @@ def decode_tensor_kernel(
     stored = "int8" if int8_pages else dtype
     itemsize = 1 if int8_pages else 2
     rows, threads = STRIP * strips, warps * ptx.WARP
-    task = task_function(rows, turns, causal, windowed, has_lengths)
+    task = task_function(rows, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     cap = soft_cap_function(exact=False)
     tiles = keys // TILE
@@ -141,9 +134,6 @@ def decode_tensor_kernel(
     turned_count = 2 * strips
     table_tiles = split_keys // TILE
     assert table_tiles <= ptx.WARP, "a warp's lanes hold the pages of a split"
-    if turns > 1:
-        assert states_fit(head_dim, itemsize, strips, keys), "a state takes the place of a step"
-        assert split_keys % step == 0, "warps go from split to split together"
 
     @cuda.jit(device=True, inline="always")
     def copy_rows(to, pointer, at, stride, key, begin, end):
@@ -167,7 +157,7 @@ def decode_tensor_kernel(
 
     @cuda.jit(device=True, inline="always")
     def copy_step(
-        stage, key, begin, end, k, v, k_at, v_at, k_batch, v_batch, k_token, v_token, my_page, next_page, first_tile, page_mask,
+        stage, key, begin, end, k, v, k_at, v_at, k_batch, v_batch, k_token, v_token, my_page, first_tile, page_mask,
         k_scales, v_scales, k_scales_at, v_scales_at, k_scales_page, v_scales_page, k_scales_token, v_scales_token,
     ):  # fmt: skip
         for i in range(tiles):
@@ -175,10 +165,7 @@ def decode_tensor_kernel(
             row, page = int64(tile_key), int64(0)
             if paged:
                 number = uint32(uint32(uint32(tile_key) // uint32(TILE)) - first_tile)
-                mine = my_page
-                if turns > 1 and number >= uint32(table_tiles):
-                    mine = next_page
-                of_page = ptx.shfl_idx_u32(mine, uint32(number % uint32(table_tiles)))
+                of_page = ptx.shfl_idx_u32(my_page, number)
                 row, page = int64(tile_key & page_mask), int64(of_page)
             k_to = uint32(stage + uint32(i * TILE * row_bytes))
             copy_rows(k_to, k, k_at + page * k_batch + row * k_token, k_token, tile_key, begin, end)
@@ -271,27 +258,17 @@ def decode_tensor_kernel(
         turned = cuda.local.array(turned_count, uint32)
 
         lane = ptx.lane_id()
-        my_page, next_page = (
-            uint32(0),
-            uint32(0),
-        )  # of a tile of this split and of the next; asked for first, as keys wait
+        my_page = uint32(0)  # of a tile of this split; asked for first, as keys wait
         if paged:
             table_at = int64(uint32(cuda.blockIdx.z)) * table_stride
-            split = max(first_split_of(turns, first_split), first_split)
+            split = uint32(first_split + uint32(cuda.blockIdx.y))
             my_page = page_of(block_table, table_at, page_shift, last_page, kv_len, split)
-            if turns > 1:
-                next_page = page_of(block_table, table_at, page_shift, last_page, kv_len, uint32(split + uint32(1)))
         batch, kv_head, tile, split, count, first_key, end_key, first_of_all, last_of_all = task(
             kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
         )
         low, own_low, high, alone = span(first_key, end_key, first_split)
-        end_split = min(uint32(split + uint32(turns)), high)
-        if windowed and paged and turns > 1 and split < own_low and own_low < end_split:
-            my_page = page_of(block_table, table_at, page_shift, last_page, kv_len, own_low)
-            next_page = page_of(block_table, table_at, page_shift, last_page, kv_len, uint32(own_low + uint32(1)))
-        split = max(split, own_low)
         begin = max(int32(split * uint32(split_keys)), first_key)
-        end = min(int32(end_split * uint32(split_keys)), end_key)
+        end = min(int32(uint32(split + uint32(1)) * uint32(split_keys)), end_key)
         # where no key is seen at all, the first block writes zeros
         if begin >= end and (end_key > first_key or cuda.blockIdx.y != 0):
             return
@@ -319,7 +296,7 @@ def decode_tensor_kernel(
             if ahead < end:
                 copy_step(
                     uint32(ring + uint32(stage * of_stage)), ahead, begin, end, k, v, k_at, v_at, k_batch, v_batch,
-                    k_token, v_token, my_page, next_page, first_tile, page_mask, k_scales, v_scales, k_scales_at, v_scales_at,
+                    k_token, v_token, my_page, first_tile, page_mask, k_scales, v_scales, k_scales_at, v_scales_at,
                     k_scales_page, v_scales_page, k_scales_token, v_scales_token,
                 )  # fmt: skip
             ptx.cp_async_commit()
@@ -402,189 +379,172 @@ def decode_tensor_kernel(
 
         at_stage = uint32(0)
         at_free = uint32(asked * of_stage)
-        at_state = uint32(0)
-        while True:
-            end_of_split = min(int32(uint32(split + uint32(1)) * uint32(split_keys)), end)
-            for n in range(columns):
-                largest[n], total[n] = float32(NOTHING), float32(0.0)
-            for i in range(sums):
-                vector[i] = float32(0.0)
-            for i in range(bias_count):
-                bias[i] = float32(0.0)
-            while start < end_of_split:
-                ptx.cp_async_wait(pending)
-                ptx.warp_sync()  # every lane's copies are there, and the stage before has been read
-                if ahead < end:
-                    copy_step(
-                        uint32(ring + at_free), ahead, begin, end, k, v, k_at, v_at, k_batch, v_batch,
-                        k_token, v_token, my_page, next_page, first_tile, page_mask, k_scales, v_scales, k_scales_at, v_scales_at,
-                        k_scales_page, v_scales_page, k_scales_token, v_scales_token,
-                    )  # fmt: skip
-                ptx.cp_async_commit()
-                ahead = int32(ahead + int32(step))
-                at_free = uint32(at_free + uint32(of_stage))
-                if at_free == uint32(ring_bytes):
-                    at_free = uint32(0)
+        for n in range(columns):
+            largest[n], total[n] = float32(NOTHING), float32(0.0)
+        for i in range(sums):
+            vector[i] = float32(0.0)
+        for i in range(bias_count):
+            bias[i] = float32(0.0)
+        while start < end:
+            ptx.cp_async_wait(pending)
+            ptx.warp_sync()  # every lane's copies are there, and the stage before has been read
+            if ahead < end:
+                copy_step(
+                    uint32(ring + at_free), ahead, begin, end, k, v, k_at, v_at, k_batch, v_batch,
+                    k_token, v_token, my_page, first_tile, page_mask, k_scales, v_scales, k_scales_at, v_scales_at,
+                    k_scales_page, v_scales_page, k_scales_token, v_scales_token,
+                )  # fmt: skip
+            ptx.cp_async_commit()
+            ahead = int32(ahead + int32(step))
+            at_free = uint32(at_free + uint32(of_stage))
+            if at_free == uint32(ring_bytes):
+                at_free = uint32(0)
 
-                for i in range(tiles):
-                    for s in range(strips):
-                        for n in range(4):
-                            scores[(i * strips + s) * 4 + n] = origin[4 * s + n] if int8_pages else float32(0.0)
-                    for d in range(loads):
-                        loaded = ptx.ldmatrix_x4(
-                            uint32(uint32(k_lane + at_stage) + uint32(i * TILE * row_bytes + 2 * PIECE * d))
-                        )
+            for i in range(tiles):
+                for s in range(strips):
+                    for n in range(4):
+                        scores[(i * strips + s) * 4 + n] = origin[4 * s + n] if int8_pages else float32(0.0)
+                for d in range(loads):
+                    loaded = ptx.ldmatrix_x4(
+                        uint32(uint32(k_lane + at_stage) + uint32(i * TILE * row_bytes + 2 * PIECE * d))
+                    )
+                    if int8_pages:
+                        for w in range(4):
+                            biased = uint32(loaded[w] ^ uint32(0x80808080))
+                            of = 4 * (w // 2) + w % 2
+                            fragment[of] = ptx.prmt(biased, uint32(0), uint32(BYTES_01))
+                            fragment[of + 2] = ptx.prmt(biased, uint32(0), uint32(BYTES_23))
+                        for s in range(strips):
+                            of = (s * depth + 2 * d) * 2
+                            product(scores, (i * strips + s) * 4, fragment, 0, query[of], query[of + 1])
+                            if 2 * d + 1 < depth:
+                                product(scores, (i * strips + s) * 4, fragment, 4, query[of + 2], query[of + 3])
+                    else:
+                        for w in range(4):
+                            words[w] = loaded[w]
+                        for s in range(strips):
+                            of = (s * depth + d) * 2
+                            product(scores, (i * strips + s) * 4, words, 0, query[of], query[of + 1])
+            for i in range(tiles):
+                for half in range(2):
+                    if int8_pages:
+                        at = uint32(uint32(scales_lane + at_stage) + uint32(4 * (TILE * i + 8 * half)))
+                        k_factor = ptx.ld_shared_f32(at)
+                        v_factors[2 * i + half] = ptx.ld_shared_f32(uint32(at + uint32(4 * keys)))
+                    for n in range(columns):
+                        of = (i * strips + n // 2) * 4 + 2 * half + n % 2
+                        # a bare product could be fused with the difference below, in one variant and not in another
+                        score = ptx.fma(scores[of], scale[n], float32(0.0))
                         if int8_pages:
-                            for w in range(4):
-                                biased = uint32(loaded[w] ^ uint32(0x80808080))
-                                of = 4 * (w // 2) + w % 2
-                                fragment[of] = ptx.prmt(biased, uint32(0), uint32(BYTES_01))
-                                fragment[of + 2] = ptx.prmt(biased, uint32(0), uint32(BYTES_23))
-                            for s in range(strips):
-                                of = (s * depth + 2 * d) * 2
-                                product(scores, (i * strips + s) * 4, fragment, 0, query[of], query[of + 1])
-                                if 2 * d + 1 < depth:
-                                    product(scores, (i * strips + s) * 4, fragment, 4, query[of + 2], query[of + 3])
-                        else:
-                            for w in range(4):
-                                words[w] = loaded[w]
-                            for s in range(strips):
-                                of = (s * depth + d) * 2
-                                product(scores, (i * strips + s) * 4, words, 0, query[of], query[of + 1])
+                            score = ptx.fma(score, k_factor, float32(0.0))
+                        if capped:
+                            score = cap(score, cap_log2)
+                        scores[of] = score
+            if start < max(begin, first_of_all) or int32(start + int32(keys)) > min(end, last_of_all):
                 for i in range(tiles):
                     for half in range(2):
-                        if int8_pages:
-                            at = uint32(uint32(scales_lane + at_stage) + uint32(4 * (TILE * i + 8 * half)))
-                            k_factor = ptx.ld_shared_f32(at)
-                            v_factors[2 * i + half] = ptx.ld_shared_f32(uint32(at + uint32(4 * keys)))
+                        key = int32(start + int32(uint32(g + uint32(TILE * i + 8 * half))))
                         for n in range(columns):
                             of = (i * strips + n // 2) * 4 + 2 * half + n % 2
-                            # a bare product could be fused with the difference below, in one variant and not in another
-                            score = ptx.fma(scores[of], scale[n], float32(0.0))
-                            if int8_pages:
-                                score = ptx.fma(score, k_factor, float32(0.0))
-                            if capped:
-                                score = cap(score, cap_log2)
-                            scores[of] = score
-                if start < max(begin, first_of_all) or int32(start + int32(keys)) > min(end, last_of_all):
-                    for i in range(tiles):
-                        for half in range(2):
-                            key = int32(start + int32(uint32(g + uint32(TILE * i + 8 * half))))
-                            for n in range(columns):
-                                of = (i * strips + n // 2) * 4 + 2 * half + n % 2
-                                if key >= end or key >= last[n] or key < first[n]:
-                                    scores[of] = float32(-np.inf)
+                            if key >= end or key >= last[n] or key < first[n]:
+                                scores[of] = float32(-np.inf)
 
-                if int8_pages:
-                    for i in range(2 * tiles):
-                        v_logs[i] = ptx.lg2(ptx.fmax(abs(v_factors[i]), float32(LEAST_SCALE)))
-                changed = uint32(0)
-                for n in range(columns):
-                    new = largest[n]
-                    for i in range(tiles):
-                        for half in range(2):
-                            score = scores[(i * strips + n // 2) * 4 + 2 * half + n % 2]
-                            if int8_pages:
-                                score += v_logs[2 * i + half]
-                            new = ptx.fmax_nan(new, score)
-                    for bit in range(2, 5):
-                        new = ptx.fmax_nan(new, ptx.shfl_bfly(new, uint32(1 << bit)))
-                    shrink[n] = ptx.ex2(largest[n] - new)
-                    if new != largest[n]:
-                        changed = uint32(1)
-                    largest[n] = new
-                    reference = float32(new - float32(headroom))
-                    added = float32(0.0)
-                    for i in range(tiles):
-                        for half in range(2):
-                            of = (i * strips + n // 2) * 4 + 2 * half + n % 2
-                            scores[of] = ptx.ex2(scores[of] - reference)
-                            added += scores[of]
-                    total[n] = ptx.fma(total[n], shrink[n], added)
-                if ptx.warp_any(changed) != uint32(0):
-                    for i in range(sums):
-                        vector[i] *= shrink[i // (depth * 4) * 2 + i % 2]
-                    if int8_pages:
-                        for i in range(bias_count):
-                            bias[i] *= shrink[i // 4 * 2 + i % 2]
-                for i in range(tiles):
-                    for s in range(strips):
-                        of = (i * strips + s) * 4
-                        if int8_pages:
-                            for n in range(4):
-                                scores[of + n] *= v_factors[2 * i + n // 2]
-                        for half in range(2):
-                            pair = pack(scores[of + 2 * half], scores[of + 2 * half + 1])
-                            turned[2 * s + half] = ptx.movmatrix_trans(pair)
-                        if int8_pages:
-                            product(bias, 4 * s, minus, 0, turned[2 * s], turned[2 * s + 1])
-                    for d in range(loads):
-                        loaded = ptx.ldmatrix_x4_trans(
-                            uint32(uint32(v_lane + at_stage) + uint32(i * TILE * row_bytes + 2 * PIECE * d))
-                        )
-                        if int8_pages:
-                            for w in range(4):
-                                biased = uint32(loaded[w] ^ uint32(0x80808080))
-                                fragment[2 * w] = ptx.prmt(biased, uint32(0), uint32(BYTES_02))
-                                fragment[2 * w + 1] = ptx.prmt(biased, uint32(0), uint32(BYTES_13))
-                            for s in range(strips):
-                                of = (s * depth + 2 * d) * 4
-                                product(vector, of, fragment, 0, turned[2 * s], turned[2 * s + 1])
-                                if 2 * d + 1 < depth:
-                                    product(vector, of + 4, fragment, 4, turned[2 * s], turned[2 * s + 1])
-                        else:
-                            for w in range(4):
-                                words[w] = loaded[w]
-                            for s in range(strips):
-                                product(vector, (s * depth + d) * 4, words, 0, turned[2 * s], turned[2 * s + 1])
-                start = int32(start + int32(step))
-                at_state = at_stage
-                at_stage = uint32(at_stage + uint32(of_stage))
-                if at_stage == uint32(ring_bytes):
-                    at_stage = uint32(0)
-
-            ended = turns == 1 or uint32(split + uint32(1)) >= end_split
-            if ended:  # warps may have had unlike numbers of steps, and the rings are free
-                ptx.cp_async_wait(0)
-                at_state = uint32(0)
-            ptx.warp_sync()  # the state takes the place of the last step
-            state = uint32(ring + at_state)
+            if int8_pages:
+                for i in range(2 * tiles):
+                    v_logs[i] = ptx.lg2(ptx.fmax(abs(v_factors[i]), float32(LEAST_SCALE)))
+            changed = uint32(0)
             for n in range(columns):
-                row = uint32(uint32(n // 2 * STRIP + n % 2) + uint32(t * uint32(2)))
-                for bit in range(2, 5):
-                    total[n] += ptx.shfl_bfly(total[n], uint32(1 << bit))
-                if g == uint32(0):
-                    at = uint32(state + uint32(row * uint32(4)))
-                    ptx.st_shared_f32(at, float32(largest[n] - float32(headroom)))
-                    ptx.st_shared_f32(uint32(at + uint32(4 * rows)), total[n])
-                at = uint32(uint32(state + uint32(4 * first_vector)) + uint32(row * uint32(4 * row_words)))
-                for d in range(depth):
+                new = largest[n]
+                for i in range(tiles):
                     for half in range(2):
-                        x = vector[(n // 2 * depth + d) * 4 + 2 * half + n % 2]
+                        score = scores[(i * strips + n // 2) * 4 + 2 * half + n % 2]
                         if int8_pages:
-                            x = float32(x + bias[n // 2 * 4 + n % 2]) * float32(UNIT)
-                            column = uint32(uint32(16 * d + half) + uint32(g * uint32(2)))
-                        else:
-                            column = uint32(uint32(16 * d + 8 * half) + g)
-                        ptx.st_shared_f32(uint32(at + uint32(column * uint32(4))), x)
-            leave(
-                uint32(states + at_state), out, vectors, weights, sinks, batch, kv_head, tile, split, alone,
-                q_len, kv_heads, group, all_places, out_batch, out_token, out_head,
-            )  # fmt: skip
-            if ended:
-                break
-            cuda.syncthreads()  # the states have been read
-            split = uint32(split + uint32(1))
-            first_tile = uint32(first_tile + uint32(table_tiles))
-            if paged:
-                my_page = next_page
-                next_page = page_of(block_table, table_at, page_shift, last_page, kv_len, uint32(split + uint32(1)))
+                            score += v_logs[2 * i + half]
+                        new = ptx.fmax_nan(new, score)
+                for bit in range(2, 5):
+                    new = ptx.fmax_nan(new, ptx.shfl_bfly(new, uint32(1 << bit)))
+                shrink[n] = ptx.ex2(largest[n] - new)
+                if new != largest[n]:
+                    changed = uint32(1)
+                largest[n] = new
+                reference = float32(new - float32(headroom))
+                added = float32(0.0)
+                for i in range(tiles):
+                    for half in range(2):
+                        of = (i * strips + n // 2) * 4 + 2 * half + n % 2
+                        scores[of] = ptx.ex2(scores[of] - reference)
+                        added += scores[of]
+                total[n] = ptx.fma(total[n], shrink[n], added)
+            if ptx.warp_any(changed) != uint32(0):
+                for i in range(sums):
+                    vector[i] *= shrink[i // (depth * 4) * 2 + i % 2]
+                if int8_pages:
+                    for i in range(bias_count):
+                        bias[i] *= shrink[i // 4 * 2 + i % 2]
+            for i in range(tiles):
+                for s in range(strips):
+                    of = (i * strips + s) * 4
+                    if int8_pages:
+                        for n in range(4):
+                            scores[of + n] *= v_factors[2 * i + n // 2]
+                    for half in range(2):
+                        pair = pack(scores[of + 2 * half], scores[of + 2 * half + 1])
+                        turned[2 * s + half] = ptx.movmatrix_trans(pair)
+                    if int8_pages:
+                        product(bias, 4 * s, minus, 0, turned[2 * s], turned[2 * s + 1])
+                for d in range(loads):
+                    loaded = ptx.ldmatrix_x4_trans(
+                        uint32(uint32(v_lane + at_stage) + uint32(i * TILE * row_bytes + 2 * PIECE * d))
+                    )
+                    if int8_pages:
+                        for w in range(4):
+                            biased = uint32(loaded[w] ^ uint32(0x80808080))
+                            fragment[2 * w] = ptx.prmt(biased, uint32(0), uint32(BYTES_02))
+                            fragment[2 * w + 1] = ptx.prmt(biased, uint32(0), uint32(BYTES_13))
+                        for s in range(strips):
+                            of = (s * depth + 2 * d) * 4
+                            product(vector, of, fragment, 0, turned[2 * s], turned[2 * s + 1])
+                            if 2 * d + 1 < depth:
+                                product(vector, of + 4, fragment, 4, turned[2 * s], turned[2 * s + 1])
+                    else:
+                        for w in range(4):
+                            words[w] = loaded[w]
+                        for s in range(strips):
+                            product(vector, (s * depth + d) * 4, words, 0, turned[2 * s], turned[2 * s + 1])
+            start = int32(start + int32(step))
+            at_stage = uint32(at_stage + uint32(of_stage))
+            if at_stage == uint32(ring_bytes):
+                at_stage = uint32(0)
+
+        # warps may have had unlike numbers of steps, and the state takes the place of the first
+        ptx.cp_async_wait(0)
+        ptx.warp_sync()
+        for n in range(columns):
+            row = uint32(uint32(n // 2 * STRIP + n % 2) + uint32(t * uint32(2)))
+            for bit in range(2, 5):
+                total[n] += ptx.shfl_bfly(total[n], uint32(1 << bit))
+            if g == uint32(0):
+                at = uint32(ring + uint32(row * uint32(4)))
+                ptx.st_shared_f32(at, float32(largest[n] - float32(headroom)))
+                ptx.st_shared_f32(uint32(at + uint32(4 * rows)), total[n])
+            at = uint32(uint32(ring + uint32(4 * first_vector)) + uint32(row * uint32(4 * row_words)))
+            for d in range(depth):
+                for half in range(2):
+                    x = vector[(n // 2 * depth + d) * 4 + 2 * half + n % 2]
+                    if int8_pages:
+                        x = float32(x + bias[n // 2 * 4 + n % 2]) * float32(UNIT)
+                        column = uint32(uint32(16 * d + half) + uint32(g * uint32(2)))
+                    else:
+                        column = uint32(uint32(16 * d + 8 * half) + g)
+                    ptx.st_shared_f32(uint32(at + uint32(column * uint32(4))), x)
+        leave(
+            states, out, vectors, weights, sinks, batch, kv_head, tile, split, alone,
+            q_len, kv_heads, group, all_places, out_batch, out_token, out_head,
+        )  # fmt: skip
         if not alone:
-            first_of_turns = max(first_split_of(turns, first_split), own_low)
             climb(
                 shared, out, vectors, weights, counters, sinks, batch, kv_head, tile, split,
-                uint32(end_split - first_of_turns), low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits,
-                all_places, out_batch, out_token, out_head,
+                low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits, all_places, out_batch, out_token, out_head,
             )  # fmt: skip
 
     return decode_tensor
