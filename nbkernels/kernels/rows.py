@@ -282,6 +282,7 @@ def entrance(cluster):
 
 @cuda.jit(device=True, inline="always")
 def nothing():
+    """In place of a barrier or an end where there is none."""
     pass
 
 

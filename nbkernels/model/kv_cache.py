@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbkernels import ops
+from nbkernels.arrays import FLOATS
 from nbkernels.model import backend
 
 INT8, INT32, FLOAT32 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.float32)
@@ -96,7 +97,7 @@ class KVCache:
         if page_size not in ops.PAGE_SIZES:
             raise ValueError(f"page_size: {page_size!r}, wanted one of {', '.join(map(str, ops.PAGE_SIZES))}")
         dtype = np.dtype(dtype)
-        if dtype != INT8 and dtype not in ops.FLOATS:
+        if dtype != INT8 and dtype not in FLOATS:
             raise TypeError(f"dtype: {dtype}, wanted float32, float16, bfloat16 or int8")
         self.page_size = page_size
         self.dtype = dtype
