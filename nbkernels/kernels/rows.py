@@ -283,7 +283,6 @@ def entrance(cluster):
 @cuda.jit(device=True, inline="always")
 def nothing():
     """In place of a barrier or an end where there is none."""
-    pass
 
 
 class Access(NamedTuple):
