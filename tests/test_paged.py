@@ -299,12 +299,12 @@ def test_a_shared_prefix(device, dtype, heads, head_dim, q_len, int8):
 
 @pytest.fixture
 def short_splits(monkeypatch):
-    """Splits of 32 keys, so that a few hundred keys are several groups of splits."""
-    monkeypatch.setattr(decode, "SPLIT", 32)
+    """Splits of 128 keys, a step of a block, so that a few thousand keys are several groups of splits."""
+    monkeypatch.setattr(decode, "SPLIT", 128)
     plans = decode.plan, decode.plan_prefix
     for kept in plans:
         kept.cache_clear()
-    yield 32
+    yield 128
     for kept in plans:
         kept.cache_clear()
 
