@@ -169,7 +169,7 @@ product("int8_matmul float16, a prompt, a scale a row", F16, 130, 144, 264, None
 # a GPU of many multiprocessors gives so few tiles to matmul_tiles, which does not round a weight times its scale: 2^-9 apart
 product("int8_matmul bfloat16, a prompt, groups", BF16, 130, 160, 264, 32, residual=True, gpu_bound=4e-3)
 # blocks share tiles: groups' scales by bulk copies; and a large weight times some rows
-product("int8_matmul bfloat16, a deep prompt, groups", BF16, 130, 1008, 584, 32, bias=True, gpu_bound=4e-3)
+product("int8_matmul bfloat16, a deep prompt, groups", BF16, 130, 2016, 584, 32, bias=True, gpu_bound=4e-3)
 product(
     "int8_matmul float16, some rows of a large weight", F16, 20, 4128, 584, None, bias=True, gpu_bound=APPROXIMATE[F16]
 )

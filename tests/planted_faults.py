@@ -113,7 +113,7 @@ FAULTS = [
         "norm",
         "rms_norm float32, residual",
         ("residual left out", "ptx.bits_from_float(ptx.float_from_bits(held[i]) + ptx.float_from_bits(other[i]))", "held[i]"),
-        ("weight of another column", "load(weight, first + int64(c * chunk_columns),", "load(weight, first + int64(c * chunk_columns + 4),"),
+        ("weight of another column", "load_all(weight, first, thread", "load_all(weight, first + int64(4), thread"),
         ("sum of squares", "correction, squares * inverse_columns)", "correction, squares)"),
     ),
     *_of(
@@ -183,7 +183,7 @@ FAULTS = [
         ("slot of the first block", "from_slot = uint32(from_slot + uint32(1))", "from_slot = uint32(from_slot + uint32(0))"),
         ("row of x", "+ uint32(quad_row >> uint32(2)))", "+ uint32(quad_row >> uint32(1)))"),
         ("scales of another step", "first = uint32(uint32(step * uint32(scale_groups))", "first = uint32(uint32(step * uint32(2 * scale_groups))"),
-        ("last columns", "if row < rows and y_column < columns:", "if row < rows:"),
+        ("last columns", "if row < rows and y_column < columns and first_team:", "if row < rows and first_team:"),
     ),
     *_of(
         "argmax",
@@ -348,6 +348,10 @@ FAULTS = [
         "decode_lanes",
         "paged decode float32",
         ("page of a key", "page = min(uint32(block_table[table_at + int64(key >> int32(page_shift))]), last_page)", "page = min(uint32(block_table[int64(key >> int32(page_shift))]), last_page)"),
+    ),
+    *_of(
+        "decode_lanes",
+        "decode float32",
         ("key that stands in for one past the end", "key = min(key, end - int32(1))", "key = min(key, end)"),
     ),
     *_of(
