@@ -13,6 +13,8 @@ from nbkernels.model import backend
 from nbkernels.model.engine import Engine
 from nbkernels.model.kv_cache import KVCache, OutOfPages
 from nbkernels.model.prompt_lookup import PromptLookup
+from nbkernels.model.runner import Choice, _RowArrays
+from nbkernels.model.sampling import SamplingOptions
 from nbkernels.model.scheduler import PrefixCache
 
 pytest.importorskip("gguf")
@@ -403,6 +405,17 @@ def test_wrong_settings_name_themselves(tiny, options, error, message):
 def test_wrong_options_name_themselves(tiny, options, error):
     with pytest.raises(error, match=next(iter(options))):
         Engine(tiny).submit("the", **options)
+
+
+def test_options_at_their_limits_on_a_device():
+    """What the checks let through fits into the numbers that the kernels read."""
+    extreme = [SamplingOptions(1e20, 2**70, 1e-300, 1e-300, 1e6, 2**64 - 1), SamplingOptions(1e-20, seed=0)]
+    with nbk.device("emulator", arch="sm_90a"):
+        rows = _RowArrays(2, 1)
+        for i, options in enumerate(extreme):
+            rows.set_choice(i, Choice(options, 0))
+    assert rows.host["top_k"].tolist() == [2**31 - 1, 0] and rows.host["seed"].tolist() == [2**64 - 1, 0]
+    assert (rows.host["temperature"] > 0).all() and np.isfinite(rows.host["temperature"]).all()
 
 
 def test_an_error_in_the_work_reaches_every_request(tiny, monkeypatch):
