@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import sys
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -167,6 +169,54 @@ def test_a_callback_may_close_the_engine(tiny, threaded):
     if threaded:
         engine._thread.join(20)
     assert not engine.busy and engine.cache.pages_in_use == 0
+
+
+def test_a_callback_that_exits_its_thread(tiny):
+    """Of the Engine's own thread it ends the one request, as any error does."""
+    with Engine(tiny, **SMALL, max_batch=4) as engine:
+        other = engine.submit("zz", max_new_tokens=30)
+        leaving = engine.submit("the", max_new_tokens=20, on_text=lambda _: sys.exit(3))
+        with pytest.raises(SystemExit):
+            leaving.result(20)
+        assert other.result(20) == tiny.generate("zz", max_new_tokens=30)
+
+
+def test_a_turn_that_is_interrupted_forgets_nobody(tiny):
+    """Ctrl-C in a callback: texts whose last tokens were chosen in the same turn, and have no memory any more, end with it."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    requests = [engine.submit("the", max_new_tokens=1, on_text=on_text) for on_text in (interrupt, None)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+    assert not engine.busy and engine.cache.pages_in_use == engine.prefixes.pages
+
+
+def test_an_error_while_a_request_is_admitted_reaches_it(tiny, monkeypatch):
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    requests = [engine.submit("the", max_new_tokens=3) for _ in range(2)]
+    monkeypatch.setattr(engine.cache, "add", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+
+
+def test_the_last_piece_is_not_lost(tiny):
+    """The text may come to its end between an iterator's look for pieces and its look for the end."""
+    engine = Engine(tiny, **SMALL)
+
+    class Late(deque):
+        def __bool__(self):
+            there = len(self) > 0
+            engine.run()
+            return there
+
+    request = engine.submit("the", max_new_tokens=3)
+    request._pieces = Late()
+    assert "".join(request) == request.text == tiny.generate("the", max_new_tokens=3)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -382,6 +432,8 @@ def test_limits(tiny):
     [
         ({"max_batch": 0}, ValueError, "max_batch: 0"),
         ({"pages": 1.5}, TypeError, "pages: float"),
+        ({"page_size": 0}, ValueError, "page_size: 0"),
+        ({"page_size": "64"}, TypeError, "page_size: str"),
         ({"prefill_tokens": 100}, ValueError, "prefill_tokens: 100, wanted a multiple of page_size 64"),
         ({"context": 10**6}, ValueError, f"context: 1000000, wanted at most the model's {tiny_model.CONTEXT}"),
     ],

@@ -130,12 +130,12 @@ class Scheduler:
         """Let those in front of the queue run, in their order, while there are rows and pages for them. -> the admitted."""
         admitted = []
         while self.may_admit():
-            request = self.waiting.popleft()
+            request = self.waiting[0]  # where it stays if there is an error: nobody else knows it
             if request.saved is None:
                 request.sequence = self.cache.add()
             else:
                 self._restore(request)
-            self.running.append(request)
+            self.running.append(self.waiting.popleft())
             self.running.sort(key=lambda r: r.number)
             admitted.append(request)
         return admitted
