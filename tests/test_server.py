@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+from nbkernels import server  # noqa: E402
 from nbkernels.server import MAX_BODY_BYTES, MOST_SHOWN, Server  # noqa: E402
 
 SMALL = {"page_size": 16, "prefill_tokens": 16, "pages": 40, "max_batch": 8}
@@ -127,6 +128,19 @@ def test_a_chat(served, client):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason in ("stop", "length")
 
 
+def test_options_of_null_are_those_left_out(client):
+    stream = client.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=2,
+        stream=True,
+        stream_options={"include_usage": None},
+        seed=None,
+        stop=None,
+    )
+    assert all(chunk.usage is None for chunk in stream)
+
+
 def test_a_stop_string(served, client):
     plain = client.completions.create(model="tiny", prompt="the", max_tokens=12, temperature=0).choices[0].text
     stopped = client.completions.create(model="tiny", prompt="the", max_tokens=12, temperature=0, stop=plain[4:6])
@@ -228,6 +242,9 @@ def test_a_chat_that_is_too_long(client):
     with pytest.raises(openai.BadRequestError, match=r"messages: \d+ tokens, wanted at most") as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "b" * 64}])
     assert caught.value.param == "messages" and caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="\0")
+    assert caught.value.param == "prompt" and caught.value.code == "invalid_value", "none is not too many"
 
 
 def test_seeds_are_signed(served, client):
@@ -261,6 +278,8 @@ def test_other_status_codes(served, client):
     assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert http.get("/v1/completions").status_code == 405
     assert http.get("/v2").status_code == 404 and http.get("/v2").json()["error"]["message"]
+    # no redirection to wherever the caller's Host points
+    assert http.post("/v1/completions/", json={}).status_code == http.get("/health/").status_code == 404
     health = http.get("/health")
     assert health.status_code == 200 and health.json() == {"status": "ok", "running": 0, "waiting": 0}
 
@@ -353,6 +372,52 @@ def test_a_client_that_leaves_within_its_body(served, client):
             half.sendall(head + body)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
     assert served.http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("ending", [False, True], ids=["served", "ending"])
+def test_a_body_that_drips(model, monkeypatch, caplog, ending):
+    """It is not waited for without end, nor does it hold up the end of the server."""
+    monkeypatch.setattr(server, "BODY_S", 0.4)
+    served = Served(model, grace_s=0.1)
+    with socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=10) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 999\r\n\r\n{")
+        began, answer = time.monotonic(), b""
+        time.sleep(0.1)
+        served.server.should_exit = ending
+        slow.sendall(b" ")
+        while piece := slow.recv(4096):
+            answer += piece
+    assert time.monotonic() - began < 5
+    assert answer.startswith(b"HTTP/1.1 408") and b"request_timeout" in answer
+    served.close()
+    assert not caplog.records
+
+
+def test_many_clients_of_whom_half_leave(model, monkeypatch):
+    served = Served(model)
+    slow_down(monkeypatch, served, 0.005)
+    body = json.dumps({**LONG, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    clients = [socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=60) for _ in range(64)]
+    for client in clients:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    for i, client in enumerate(clients):
+        if i % 2:
+            if i % 4 == 1:
+                assert client.recv(1)
+            client.close()
+    answers = []
+    for client in clients[::2]:
+        with client, client.makefile("rb") as answer:
+            answers.append(answer.read())
+    want = model.generate("the quick", max_new_tokens=50, temperature=2.0, seed=8)
+    for answer in answers:
+        events = [line[6:] for line in answer.splitlines() if line.startswith(b"data: ")]
+        assert events.pop() == b"[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == want
+    assert served.settled()
+    served.close()
 
 
 def test_a_full_queue(model, monkeypatch):
