@@ -46,6 +46,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 IGNORED = frozenset(
     ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
+IGNORED_OF_MESSAGES = frozenset(("name", "tool_call_id"))
 # what is not had, with the values that ask for nothing
 NOT_HAD = {
     "n": (1,),
@@ -562,6 +563,9 @@ def _messages(messages):
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(400, f"messages[{i}]: wanted an object", param="messages")
+        for key, value in message.items():
+            if value and key not in ("role", "content") and key not in IGNORED_OF_MESSAGES:
+                raise RequestError(400, f"messages[{i}]: {key!r} is not supported", param="messages")
         content = message.get("content")
         if isinstance(content, list):
             texts = [

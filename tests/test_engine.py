@@ -234,6 +234,17 @@ def test_a_callback_that_waits_for_a_request_is_told(tiny, threaded):
     engine.close()
 
 
+@pytest.mark.parametrize("threaded", [False, True])
+def test_how_long_a_result_is_waited_for(tiny, threaded):
+    engine = Engine(tiny, **SMALL)
+    if threaded:
+        engine.start()
+    with pytest.raises(TimeoutError):
+        engine.submit("the", max_new_tokens=3).result(-1)
+    assert engine.submit("the", max_new_tokens=3).result(float("inf")) == tiny.generate("the", max_new_tokens=3)
+    engine.close()
+
+
 def test_threads_submit_and_cancel(tiny):
     with Engine(tiny, **SMALL, max_batch=4, pages=10) as engine:
         texts = {}
@@ -279,6 +290,13 @@ def test_asyncio(tiny):
                     break
                 await asyncio.sleep(0.01)
             assert whole(engine), "who leaves the loop cancels the request"
+        engine = Engine(tiny, **SMALL)
+        done, left = (engine.submit("the", max_new_tokens=n) for n in (3, 30))
+        text = done.result()
+        engine.close()
+        assert "".join([piece async for piece in engine.pieces(done)]) == text, "what came before the end is there"
+        assert text.startswith("".join([piece async for piece in engine.pieces(left)]))
+        assert left.finish_reason == "cancelled"
 
     asyncio.run(main())
 

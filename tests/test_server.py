@@ -122,6 +122,7 @@ def test_a_chat(served, client):
         messages[0],
         {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]},
     ]
+    parts[1] |= {"name": "ann", "tool_calls": None, "annotations": []}  # as clients send back what they were sent
     stream = client.chat.completions.create(model="tiny", messages=parts, max_tokens=8, temperature=0, stream=True)
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
@@ -261,6 +262,7 @@ def test_seeds_are_signed(served, client):
         ([3], "messages[0]: wanted an object"),
         ([{"role": "king", "content": "a"}], "messages[0]['role']"),
         ([{"role": "user"}], "messages[0]['content']"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0]: 'tool_calls' is not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0]: only parts of type 'text'"),
     ],
 )

@@ -302,7 +302,7 @@ class Engine:
 
     async def pieces(self, request):
         """The pieces of a Request for asyncio; cancels it where they are not all taken."""
-        if self._thread is None:
+        if self._thread is None and not request.done:
             self.start()
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -642,7 +642,8 @@ class Engine:
             raise RuntimeError(WAITING_INSIDE)
         with self._changed:
             if not enough():
-                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                self._changed.wait(left)
 
     def _cancel(self, request):
         """End a request now where nobody works; else the next turn does."""
