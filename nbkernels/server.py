@@ -35,6 +35,7 @@ from nbkernels.model.engine import QueueFull
 
 MAX_BODY_BYTES = 2**20
 BODY_S = 10  # for a body to come, no more than GRACE_S: half a body does not hold up the end of the server either
+LAST_WORDS_S = 5  # for the errors that end texts to be read
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat may go on to the end of the context
 MOST_PROMPTS = 64  # in one call for completions
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # of each: a text is held against the beginnings of all
@@ -142,6 +143,9 @@ class Server(uvicorn.Server):
         async def close_engine():
             await asyncio.sleep(self.grace_s)
             await run_in_threadpool(self.engine.close)
+            await asyncio.sleep(LAST_WORDS_S)
+            for connection in list(self.server_state.connections):  # of clients that do not read
+                connection.transport.abort()
 
         closing = asyncio.create_task(close_engine())
         try:

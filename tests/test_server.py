@@ -396,6 +396,23 @@ def test_a_body_that_drips(model, monkeypatch, caplog, ending):
     assert not caplog.records
 
 
+def test_a_client_that_does_not_read_when_the_server_ends(model, monkeypatch, caplog):
+    monkeypatch.setattr(server, "LAST_WORDS_S", 0.2)
+    served = Served(model, grace_s=0.1)
+    served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps({**LONG, "prompt": ["the quick"] * 64, "stream": True}).encode()  # far more than buffers hold
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        deaf.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert deaf.recv(1)
+        assert served.settled(), "its texts are written all the same"
+        began = time.monotonic()
+        served.close()
+    assert time.monotonic() - began < 5 and not caplog.records
+
+
 def test_many_clients_of_whom_half_leave(model, monkeypatch):
     served = Served(model)
     slow_down(monkeypatch, served, 0.005)
