@@ -200,8 +200,8 @@ class Scheduler:
         promised = sum(
             max(0, self._pages(len(r.prompt) + 1) - len(self.cache.page_numbers(r.sequence))) for r in self.running
         )
-        needed = self._pages(tokens) + promised + len(self.running)
-        return needed <= self.cache.free_pages + self.prefixes.evictable_pages
+        missing = self._pages(tokens) + promised + len(self.running) - self.cache.free_pages
+        return missing <= 0 or missing <= self.prefixes.evictable_pages  # which takes a walk over all that is kept
 
     def _restore(self, request):
         while True:
