@@ -8,8 +8,8 @@
 Streams are server-sent events. What a request asks for that is not had is refused with OpenAI's error objects, never left out in
 silence:
 
-    400 what is wrong with the call · 404 another model or path · 405, 415 not a POST of JSON · 413 too large a body
-    429 a full queue · 500 the text could not be completed · 503 the server shuts down, or has failed before
+    400 what is wrong with the call · 404 another model or path · 405, 415 not a POST of JSON · 408, 413 too slow or too large
+    a body · 429 a full queue · 500 the text could not be completed · 503 the server shuts down, or has failed before
 
 A client that leaves cancels its requests. When the process is told to end, nobody new is let in, texts have GRACE_S seconds to
 be completed, and the rest end with an error object. There is neither a password nor encryption: it is meant for loopback, or to
@@ -34,6 +34,8 @@ from starlette.routing import Route
 from nbkernels.model.engine import QueueFull
 
 MAX_BODY_BYTES = 2**20
+BODY_S = 10  # for a body to come, no more than GRACE_S: half a body does not hold up the end of the server either
+LAST_WORDS_S = 5  # for the errors that end texts to be read
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat may go on to the end of the context
 MOST_PROMPTS = 64  # in one call for completions
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # of each: a text is held against the beginnings of all
@@ -45,6 +47,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "see
 IGNORED = frozenset(
     ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
+IGNORED_OF_MESSAGES = frozenset(("name", "tool_call_id"))
 # what is not had, with the values that ask for nothing
 NOT_HAD = {
     "n": (1,),
@@ -73,10 +76,11 @@ FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 class RequestError(Exception):
     """What is wrong with a call, as OpenAI says it: an HTTP status and the fields of an error object."""
 
-    def __init__(self, status, message, *, param=None, code=None, kind="invalid_request_error"):
+    def __init__(self, status, message, *, param=None, code=None, kind="invalid_request_error", headers=None):
         super().__init__(message)
         message, param = (text and text[:MOST_SHOWN] for text in (message, param))  # what callers wrote is in it
         self.status = status
+        self.headers = headers
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -109,12 +113,14 @@ def create_app(engine, name, *, max_body_bytes=MAX_BODY_BYTES):
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
     ]
     handlers = {
-        RequestError: lambda _, error: JSONResponse(error.body, error.status),
+        RequestError: lambda _, error: JSONResponse(error.body, error.status, headers=error.headers),
         ClientLeft: lambda *_: Response(status_code=499),  # nobody reads it
         HTTPException: _http_error,
         Exception: _server_error,
     }
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to where the caller's Host points
+    return app
 
 
 def serve(engine, *, name, host="127.0.0.1", port=8000):
@@ -137,6 +143,9 @@ class Server(uvicorn.Server):
         async def close_engine():
             await asyncio.sleep(self.grace_s)
             await run_in_threadpool(self.engine.close)
+            await asyncio.sleep(LAST_WORDS_S)
+            for connection in list(self.server_state.connections):  # of clients that do not read
+                connection.transport.abort()
 
         closing = asyncio.create_task(close_engine())
         try:
@@ -215,11 +224,15 @@ class Service:
             raise RequestError(415, f"Content-Type: {kind!r}, wanted 'application/json'")
         data = bytearray()
         try:
-            async for piece in request.stream():
-                data += piece
-                if len(data) > self.max_body_bytes:
-                    message = f"a body of more than {self.max_body_bytes} bytes"
-                    raise RequestError(413, message, code="request_too_large")
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > self.max_body_bytes:
+                        message = f"a body of more than {self.max_body_bytes} bytes"
+                        raise RequestError(413, message, code="request_too_large")
+        except TimeoutError:
+            message = f"a body that took more than {BODY_S} seconds"
+            raise RequestError(408, message, code="request_timeout", headers={"connection": "close"}) from None
         except ClientDisconnect:
             raise ClientLeft from None
         try:
@@ -280,7 +293,9 @@ class Service:
                 ) from None
             if isinstance(error, ValueError | TypeError):
                 param, message = _param_of(error), str(error)
-                code = "context_length_exceeded" if param == "prompt" and " tokens" in message else "invalid_value"
+                code = (
+                    "context_length_exceeded" if param == "prompt" and "wanted at most" in message else "invalid_value"
+                )
                 if param == "prompt":
                     param, message = source, source + message.removeprefix(param)
                 raise RequestError(400, message, param=param, code=code) from None
@@ -385,8 +400,8 @@ class _EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _unless_gone(receive, self._write(send))
         except (ClientLeft, OSError):
             return
@@ -519,6 +534,7 @@ def _of_type(body, name, kind, wanted_kind, wanted=False):
 
 def _include_usage(body, stream):
     options = _of_type(body, "stream_options", dict, "an object") or {}
+    options = {key: value for key, value in options.items() if value is not None}
     if options and not stream:
         raise RequestError(400, "stream_options: wanted with stream only", param="stream_options")
     unknown = options.keys() - {"include_usage", "include_obfuscation"}
@@ -551,6 +567,9 @@ def _messages(messages):
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RequestError(400, f"messages[{i}]: wanted an object", param="messages")
+        for key, value in message.items():
+            if value and key not in ("role", "content") and key not in IGNORED_OF_MESSAGES:
+                raise RequestError(400, f"messages[{i}]: {key!r} is not supported", param="messages")
         content = message.get("content")
         if isinstance(content, list):
             texts = [

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import sys
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from nbkernels.model import backend
 from nbkernels.model.engine import Engine
 from nbkernels.model.kv_cache import KVCache, OutOfPages
 from nbkernels.model.prompt_lookup import PromptLookup
+from nbkernels.model.runner import Choice, _RowArrays
+from nbkernels.model.sampling import SamplingOptions
 from nbkernels.model.scheduler import PrefixCache
 
 pytest.importorskip("gguf")
@@ -167,6 +171,54 @@ def test_a_callback_may_close_the_engine(tiny, threaded):
     assert not engine.busy and engine.cache.pages_in_use == 0
 
 
+def test_a_callback_that_exits_its_thread(tiny):
+    """Of the Engine's own thread it ends the one request, as any error does."""
+    with Engine(tiny, **SMALL, max_batch=4) as engine:
+        other = engine.submit("zz", max_new_tokens=30)
+        leaving = engine.submit("the", max_new_tokens=20, on_text=lambda _: sys.exit(3))
+        with pytest.raises(SystemExit):
+            leaving.result(20)
+        assert other.result(20) == tiny.generate("zz", max_new_tokens=30)
+
+
+def test_a_turn_that_is_interrupted_forgets_nobody(tiny):
+    """Ctrl-C in a callback: texts whose last tokens were chosen in the same turn, and have no memory any more, end with it."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    requests = [engine.submit("the", max_new_tokens=1, on_text=on_text) for on_text in (interrupt, None)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+    assert not engine.busy and engine.cache.pages_in_use == engine.prefixes.pages
+
+
+def test_an_error_while_a_request_is_admitted_reaches_it(tiny, monkeypatch):
+    engine = Engine(tiny, **SMALL, max_batch=4)
+    requests = [engine.submit("the", max_new_tokens=3) for _ in range(2)]
+    monkeypatch.setattr(engine.cache, "add", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+
+
+def test_the_last_piece_is_not_lost(tiny):
+    """The text may come to its end between an iterator's look for pieces and its look for the end."""
+    engine = Engine(tiny, **SMALL)
+
+    class Late(deque):
+        def __bool__(self):
+            there = len(self) > 0
+            engine.run()
+            return there
+
+    request = engine.submit("the", max_new_tokens=3)
+    request._pieces = Late()
+    assert "".join(request) == request.text == tiny.generate("the", max_new_tokens=3)
+
+
 @pytest.mark.parametrize("threaded", [False, True])
 def test_a_callback_that_waits_for_a_request_is_told(tiny, threaded):
     """It would wait for its own thread: the request whose callback it is ends, the other one does not."""
@@ -179,6 +231,17 @@ def test_a_callback_that_waits_for_a_request_is_told(tiny, threaded):
         with pytest.raises(RuntimeError, match="on_text must not wait"):
             request.result(20)
     assert other.result(20) == tiny.generate("zz", max_new_tokens=30)
+    engine.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_how_long_a_result_is_waited_for(tiny, threaded):
+    engine = Engine(tiny, **SMALL)
+    if threaded:
+        engine.start()
+    with pytest.raises(TimeoutError):
+        engine.submit("the", max_new_tokens=3).result(-1)
+    assert engine.submit("the", max_new_tokens=3).result(float("inf")) == tiny.generate("the", max_new_tokens=3)
     engine.close()
 
 
@@ -227,6 +290,13 @@ def test_asyncio(tiny):
                     break
                 await asyncio.sleep(0.01)
             assert whole(engine), "who leaves the loop cancels the request"
+        engine = Engine(tiny, **SMALL)
+        done, left = (engine.submit("the", max_new_tokens=n) for n in (3, 30))
+        text = done.result()
+        engine.close()
+        assert "".join([piece async for piece in engine.pieces(done)]) == text, "what came before the end is there"
+        assert text.startswith("".join([piece async for piece in engine.pieces(left)]))
+        assert left.finish_reason == "cancelled"
 
     asyncio.run(main())
 
@@ -380,6 +450,8 @@ def test_limits(tiny):
     [
         ({"max_batch": 0}, ValueError, "max_batch: 0"),
         ({"pages": 1.5}, TypeError, "pages: float"),
+        ({"page_size": 0}, ValueError, "page_size: 0"),
+        ({"page_size": "64"}, TypeError, "page_size: str"),
         ({"prefill_tokens": 100}, ValueError, "prefill_tokens: 100, wanted a multiple of page_size 64"),
         ({"context": 10**6}, ValueError, f"context: 1000000, wanted at most the model's {tiny_model.CONTEXT}"),
     ],
@@ -403,6 +475,17 @@ def test_wrong_settings_name_themselves(tiny, options, error, message):
 def test_wrong_options_name_themselves(tiny, options, error):
     with pytest.raises(error, match=next(iter(options))):
         Engine(tiny).submit("the", **options)
+
+
+def test_options_at_their_limits_on_a_device():
+    """What the checks let through fits into the numbers that the kernels read."""
+    extreme = [SamplingOptions(1e20, 2**70, 1e-300, 1e-300, 1e6, 2**64 - 1), SamplingOptions(1e-20, seed=0)]
+    with nbk.device("emulator", arch="sm_90a"):
+        rows = _RowArrays(2, 1)
+        for i, options in enumerate(extreme):
+            rows.set_choice(i, Choice(options, 0))
+    assert rows.host["top_k"].tolist() == [2**31 - 1, 0] and rows.host["seed"].tolist() == [2**64 - 1, 0]
+    assert (rows.host["temperature"] > 0).all() and np.isfinite(rows.host["temperature"]).all()
 
 
 def test_an_error_in_the_work_reaches_every_request(tiny, monkeypatch):

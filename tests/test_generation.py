@@ -206,10 +206,16 @@ def test_prompts_that_do_not_fit(tiny):
         tiny.generate("")
     with pytest.raises(ValueError, match="no tokens"):
         tiny.generate([])
+    with pytest.raises(ValueError, match="no tokens"):
+        tiny.generate("\0")  # a byte that the vocabulary does not have
     with pytest.raises(ValueError, match="vocabulary"):
         tiny.generate([10**6])
     with pytest.raises(TypeError, match="prompt"):
         tiny.generate(None)
+    for ids in ([1.7], [True], [None], [3, "4"], np.array([1.0]), np.array([[1]])):
+        with pytest.raises(TypeError, match=r"prompt\[\d\]: .* wanted a token id"):
+            tiny.encode(ids)
+    assert tiny.encode(np.array([1, 2], np.uint8)) == tiny.encode((1, np.int64(2))) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -218,17 +224,22 @@ def test_prompts_that_do_not_fit(tiny):
         ("temperature", -0.1, ValueError),
         ("temperature", float("nan"), ValueError),
         ("temperature", "hot", TypeError),
+        ("temperature", 1e-21, ValueError),
+        ("temperature", 10**400, ValueError),
         ("top_p", 0.0, ValueError),
         ("top_p", 1.5, ValueError),
         ("top_k", 0, ValueError),
         ("top_k", 1.5, TypeError),
         ("min_p", -0.1, ValueError),
         ("repetition_penalty", 0, ValueError),
+        ("repetition_penalty", 10**400, ValueError),
         ("seed", -1, ValueError),
         ("max_new_tokens", 0, ValueError),
         ("max_new_tokens", 1.5, TypeError),
         ("stop", [""], ValueError),
         ("stop", [3], TypeError),
+        ("stop", 3, TypeError),
+        ("stop", None, TypeError),
     ],
 )
 def test_wrong_options_name_themselves(tiny, option, value, error):
@@ -244,7 +255,14 @@ def test_seeds_repeat_and_differ(tiny):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 1e-4}, {"temperature": 1.0, "top_p": 1e-9}, {"temperature": 1.0, "top_k": 1}]
+    "options",
+    [
+        {"temperature": 1e-4},
+        {"temperature": 1e-20},
+        {"temperature": 1.0, "top_p": 1e-9},
+        {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "top_k": 1},
+    ],
 )
 def test_extreme_options_are_greedy(tiny, options):
     assert tiny.generate("the", max_new_tokens=12, seed=3, **options) == tiny.generate("the", max_new_tokens=12)

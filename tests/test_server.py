@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 
+from nbkernels import server  # noqa: E402
 from nbkernels.server import MAX_BODY_BYTES, MOST_SHOWN, Server  # noqa: E402
 
 SMALL = {"page_size": 16, "prefill_tokens": 16, "pages": 40, "max_batch": 8}
@@ -121,10 +122,24 @@ def test_a_chat(served, client):
         messages[0],
         {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]},
     ]
+    parts[1] |= {"name": "ann", "tool_calls": None, "annotations": []}  # as clients send back what they were sent
     stream = client.chat.completions.create(model="tiny", messages=parts, max_tokens=8, temperature=0, stream=True)
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == want
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].choices[0].finish_reason in ("stop", "length")
+
+
+def test_options_of_null_are_those_left_out(client):
+    stream = client.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=2,
+        stream=True,
+        stream_options={"include_usage": None},
+        seed=None,
+        stop=None,
+    )
+    assert all(chunk.usage is None for chunk in stream)
 
 
 def test_a_stop_string(served, client):
@@ -198,6 +213,9 @@ def test_clients_that_leave(served, client, monkeypatch):
         ({"model": "tiny", "prompt": "a", "stop": "a" * 257}, 400, "stop: wanted a string of at most 256"),
         ({"model": "tiny", "prompt": "a", "seed": -(2**63) - 1}, 400, "seed"),
         ({"model": "tiny", "prompt": "a", "temperature": float("nan")}, 400, "temperature: nan"),
+        ({"model": "tiny", "prompt": "a", "temperature": 10**400}, 400, "temperature: 1000"),
+        ({"model": "tiny", "prompt": "a", "repetition_penalty": 10**400}, 400, "repetition_penalty: 1000"),
+        ({"model": "tiny", "prompt": "\0"}, 400, "prompt: no tokens"),
         ({"model": "tiny", "prompt": "a", "logprobs": 0}, 400, "logprobs: 0 is not supported"),
         ({"model": "tiny", "prompt": "a", "n": True}, 400, "n: True is not supported"),
         ({"model": "tiny", "prompt": "a\ud800"}, 400, "surrogates not allowed"),
@@ -225,6 +243,9 @@ def test_a_chat_that_is_too_long(client):
     with pytest.raises(openai.BadRequestError, match=r"messages: \d+ tokens, wanted at most") as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "b" * 64}])
     assert caught.value.param == "messages" and caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="\0")
+    assert caught.value.param == "prompt" and caught.value.code == "invalid_value", "none is not too many"
 
 
 def test_seeds_are_signed(served, client):
@@ -241,6 +262,7 @@ def test_seeds_are_signed(served, client):
         ([3], "messages[0]: wanted an object"),
         ([{"role": "king", "content": "a"}], "messages[0]['role']"),
         ([{"role": "user"}], "messages[0]['content']"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0]: 'tool_calls' is not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0]: only parts of type 'text'"),
     ],
 )
@@ -258,6 +280,8 @@ def test_other_status_codes(served, client):
     assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert http.get("/v1/completions").status_code == 405
     assert http.get("/v2").status_code == 404 and http.get("/v2").json()["error"]["message"]
+    # no redirection to wherever the caller's Host points
+    assert http.post("/v1/completions/", json={}).status_code == http.get("/health/").status_code == 404
     health = http.get("/health")
     assert health.status_code == 200 and health.json() == {"status": "ok", "running": 0, "waiting": 0}
 
@@ -350,6 +374,69 @@ def test_a_client_that_leaves_within_its_body(served, client):
             half.sendall(head + body)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
     assert served.http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("ending", [False, True], ids=["served", "ending"])
+def test_a_body_that_drips(model, monkeypatch, caplog, ending):
+    """It is not waited for without end, nor does it hold up the end of the server."""
+    monkeypatch.setattr(server, "BODY_S", 0.4)
+    served = Served(model, grace_s=0.1)
+    with socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=10) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 999\r\n\r\n{")
+        began, answer = time.monotonic(), b""
+        time.sleep(0.1)
+        served.server.should_exit = ending
+        slow.sendall(b" ")
+        while piece := slow.recv(4096):
+            answer += piece
+    assert time.monotonic() - began < 5
+    assert answer.startswith(b"HTTP/1.1 408") and b"request_timeout" in answer
+    served.close()
+    assert not caplog.records
+
+
+def test_a_client_that_does_not_read_when_the_server_ends(model, monkeypatch, caplog):
+    monkeypatch.setattr(server, "LAST_WORDS_S", 0.2)
+    served = Served(model, grace_s=0.1)
+    served.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps({**LONG, "prompt": ["the quick"] * 64, "stream": True}).encode()  # far more than buffers hold
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
+        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        deaf.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert deaf.recv(1)
+        assert served.settled(), "its texts are written all the same"
+        began = time.monotonic()
+        served.close()
+    assert time.monotonic() - began < 5 and not caplog.records
+
+
+def test_many_clients_of_whom_half_leave(model, monkeypatch):
+    served = Served(model)
+    slow_down(monkeypatch, served, 0.005)
+    body = json.dumps({**LONG, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    clients = [socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=60) for _ in range(64)]
+    for client in clients:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    for i, client in enumerate(clients):
+        if i % 2:
+            if i % 4 == 1:
+                assert client.recv(1)
+            client.close()
+    answers = []
+    for client in clients[::2]:
+        with client, client.makefile("rb") as answer:
+            answers.append(answer.read())
+    want = model.generate("the quick", max_new_tokens=50, temperature=2.0, seed=8)
+    for answer in answers:
+        events = [line[6:] for line in answer.splitlines() if line.startswith(b"data: ")]
+        assert events.pop() == b"[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == want
+    assert served.settled()
+    served.close()
 
 
 def test_a_full_queue(model, monkeypatch):

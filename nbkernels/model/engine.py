@@ -111,13 +111,13 @@ class Request:
         return self
 
     def __next__(self):
-        while not self._pieces:
-            if self.error is not None:
-                raise self.error
-            if self.done:
-                raise StopIteration
+        while True:
+            done = self.done  # asked first: the last piece may come between the two
+            if self._pieces:
+                return self._pieces.popleft()
+            if done:
+                raise StopIteration if self.error is None else self.error
             self.engine._advance(lambda: self._pieces or self.done, None)
-        return self._pieces.popleft()
 
     def _note(self, token):
         """A token was chosen."""
@@ -186,6 +186,7 @@ class Engine:
         config = model.config
         context = config.context if context is None else context
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "max_queue": max_queue, "context": context}
+        sizes["page_size"] = page_size
         sizes |= {name: n for name, n in (("pages", pages), ("max_prompt", max_prompt)) if n is not None}
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int):
@@ -230,7 +231,7 @@ class Engine:
         self._working = False  # whether a turn is under way
         # [(request, drafted tokens), …] of each step that was launched and whose tokens were not taken
         self._flight = deque()
-        self._chosen = []  # (request, tokens) of steps, not yet handed out
+        self._chosen = deque()  # (request, tokens) of steps, not yet handed out
         self._number = 0
         # whether steps are launched before the tokens of those before are known
         self._ahead = not self._runner.synchronous
@@ -301,7 +302,7 @@ class Engine:
 
     async def pieces(self, request):
         """The pieces of a Request for asyncio; cancels it where they are not all taken."""
-        if self._thread is None:
+        if self._thread is None and not request.done:
             self.start()
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -351,9 +352,8 @@ class Engine:
     def _end(self):
         for request in self._unfinished():
             self._finish(request, "cancelled")
-        self._arrived.clear()
-        self._chosen.clear()
-        self._flight.clear()
+        for queue in (self._arrived, self._cancelled, self._chosen, self._flight):
+            queue.clear()
         self.prefixes.clear()
 
     def __enter__(self):
@@ -539,20 +539,26 @@ class Engine:
 
     def _hand_out(self):
         """Tokens become text, and texts end."""
-        chosen, self._chosen = self._chosen, []
-        for request, tokens in chosen:
+        handed = []
+        while self._chosen:
+            request, tokens = self._chosen[0]  # which stays until it is done: see ``_unfinished``
             for token in tokens:
                 if request.done:
                     break
                 try:
                     reason = request._hand_out(token)
-                except Exception as error:
+                except BaseException as error:
+                    # an exit, or Ctrl-C: of whoever lends the Engine his thread
+                    if not isinstance(error, Exception) and threading.current_thread() is not self._thread:
+                        raise
                     request.error = error
                     reason = "error"
                 if reason is not None:
                     self._finish(request, reason)
-        if chosen:
-            self._announce(request for request, _ in chosen)
+            handed.append(request)
+            self._chosen.popleft()
+        if handed:
+            self._announce(handed)
 
     def _make_room(self, request, tokens):
         """Pages for so many more tokens; False where the request had to give way."""
@@ -602,9 +608,8 @@ class Engine:
         for request in self._unfinished():
             request.error = error
             self._finish(request, "error")
-        self._arrived.clear()
-        self._chosen.clear()
-        self._flight.clear()
+        for queue in (self._arrived, self._cancelled, self._chosen, self._flight):
+            queue.clear()
 
     # ---- threads -------------------------------------------------------------------------------------------------------------
 
@@ -637,7 +642,8 @@ class Engine:
             raise RuntimeError(WAITING_INSIDE)
         with self._changed:
             if not enough():
-                self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                left = None if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                self._changed.wait(left)
 
     def _cancel(self, request):
         """End a request now where nobody works; else the next turn does."""

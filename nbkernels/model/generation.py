@@ -112,22 +112,26 @@ class LanguageModel:
         """Token ids of a prompt: a string as it is written, a list of chat messages, or ids as they are.
 
         Control tokens written in a prompt string count as such; in a message's content they are text. ValueError for an empty
-        prompt or ids outside the vocabulary.
+        prompt, one without tokens, or ids outside the vocabulary.
         """
         if isinstance(prompt, str):
             if not prompt:
                 raise ValueError("prompt: an empty string, wanted some text")
-            return self.tokenizer.encode_prompt(prompt)
-        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
-            return encode_chat(self.tokenizer, self.chat_template, list(prompt))
-        if isinstance(prompt, list | tuple | np.ndarray):
+            ids = self.tokenizer.encode_prompt(prompt)
+        elif isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+            ids = encode_chat(self.tokenizer, self.chat_template, list(prompt))
+        elif isinstance(prompt, list | tuple | np.ndarray):
+            for i, token in enumerate(prompt):
+                if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                    raise TypeError(f"prompt[{i}]: {type(token).__name__}, wanted a token id")
             ids = [int(i) for i in prompt]
-            if not ids:
-                raise ValueError("prompt: no tokens, wanted at least one")
-            if min(ids) < 0 or max(ids) >= self.config.vocab:
+            if ids and (min(ids) < 0 or max(ids) >= self.config.vocab):
                 raise ValueError(f"prompt: ids {min(ids)} to {max(ids)} for a vocabulary of {self.config.vocab}")
-            return ids
-        raise TypeError(f"prompt: {type(prompt).__name__}, wanted a string, a list of chat messages or token ids")
+        else:
+            raise TypeError(f"prompt: {type(prompt).__name__}, wanted a string, a list of chat messages or token ids")
+        if not ids:  # also of a text, whose bytes the vocabulary may lack
+            raise ValueError("prompt: no tokens, wanted at least one")
+        return ids
 
     def generate(
         self,

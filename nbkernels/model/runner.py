@@ -26,6 +26,7 @@ from nbkernels.model.sampling import SamplingOptions
 from nbkernels.model.transformer import planned_as
 
 INT32 = np.dtype(np.int32)
+MOST_TOP_K = np.iinfo(INT32).max  # more than any vocabulary, as all that is beyond it
 LEAST_TABLE_TOKENS = 256  # of the narrowest table: a split of keys
 
 
@@ -99,7 +100,7 @@ class _RowArrays:
         host["repetition_penalty"][i] = options.repetition_penalty
         host["top_p"][i] = 1.0 if options.top_p is None else options.top_p
         host["min_p"][i] = 0.0 if options.min_p is None else options.min_p
-        host["top_k"][i] = options.top_k or 0
+        host["top_k"][i] = min(options.top_k or 0, MOST_TOP_K)
         host["seen_row"][i] = 0 if choice.seen is None else choice.seen
 
     def set_table(self, rows):

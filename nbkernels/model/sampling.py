@@ -1,9 +1,13 @@
 """How the next token is chosen: the options of a generation, checked before anything runs."""
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 MOST_DRAFTED = 7  # tokens a step
+# Logits up to 10^5 times or by such numbers stay finite in float32, in which tokens are drawn.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-20, 1e20
+LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,16 @@ class SamplingOptions:
     seed: int | None = None
 
     def __post_init__(self):
-        _number("temperature", self.temperature, "a number of at least 0", lambda v: 0 <= v < float("inf"))
+        wanted = f"0, or a number from {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
+        _number("temperature", self.temperature, wanted, lambda v: v == 0 or LEAST_TEMPERATURE <= v <= MOST_TEMPERATURE)
         if self.top_k is not None:
             _integer("top_k", self.top_k, "at least 1", lambda v: v >= 1)
         if self.top_p is not None:
             _number("top_p", self.top_p, "a number in (0, 1]", lambda v: 0 < v <= 1)
         if self.min_p is not None:
             _number("min_p", self.min_p, "a number in [0, 1]", lambda v: 0 <= v <= 1)
-        _number("repetition_penalty", self.repetition_penalty, "a number above 0", lambda v: 0 < v < float("inf"))
+        wanted = f"a number from {LEAST_PENALTY:g} to {MOST_PENALTY:g}"
+        _number("repetition_penalty", self.repetition_penalty, wanted, lambda v: LEAST_PENALTY <= v <= MOST_PENALTY)
         if self.seed is not None:
             _integer("seed", self.seed, "0 to 2^64 - 1", lambda v: 0 <= v < 2**64)
 
@@ -66,6 +72,8 @@ def check_speculate(speculate):
 
 def check_stop(stop):
     """Stop strings as a tuple, of one string or several. Raises TypeError or ValueError."""
+    if not isinstance(stop, Iterable):
+        raise TypeError(f"stop: {type(stop).__name__}, wanted a string or several")
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stop:
         if not isinstance(text, str):

@@ -130,12 +130,12 @@ class Scheduler:
         """Let those in front of the queue run, in their order, while there are rows and pages for them. -> the admitted."""
         admitted = []
         while self.may_admit():
-            request = self.waiting.popleft()
+            request = self.waiting[0]  # where it stays if there is an error: nobody else knows it
             if request.saved is None:
                 request.sequence = self.cache.add()
             else:
                 self._restore(request)
-            self.running.append(request)
+            self.running.append(self.waiting.popleft())
             self.running.sort(key=lambda r: r.number)
             admitted.append(request)
         return admitted
@@ -200,8 +200,8 @@ class Scheduler:
         promised = sum(
             max(0, self._pages(len(r.prompt) + 1) - len(self.cache.page_numbers(r.sequence))) for r in self.running
         )
-        needed = self._pages(tokens) + promised + len(self.running)
-        return needed <= self.cache.free_pages + self.prefixes.evictable_pages
+        missing = self._pages(tokens) + promised + len(self.running) - self.cache.free_pages
+        return missing <= 0 or missing <= self.prefixes.evictable_pages  # which takes a walk over all that is kept
 
     def _restore(self, request):
         while True:
