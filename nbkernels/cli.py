@@ -303,8 +303,7 @@ def _examine_checkpoint(path):
 
 def inspect_command(options):
     """Print what each source line of some kernels does, or their PTX or SASS. Returns the exit status."""
-    from rich.console import Console
-
+    from nbkernels.emulator.counters import print_table
     from nbkernels.profiling import inspect
 
     own = ".py:" in options.operation
@@ -326,7 +325,7 @@ def inspect_command(options):
         elif options.sass:
             print(inspect.sass_listing(kernel))
         else:
-            Console(highlight=False).print(inspect.source_table(kernel))
+            print_table(inspect.source_table(kernel))
     return 0
 
 
@@ -464,6 +463,8 @@ def main(arguments=None):
 
 
 def _explain(error):
+    if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda.pathfinder
+        return compiling.NO_COMPILER
     if isinstance(error, ModuleNotFoundError) and error.name in ("tokenizers", "gguf", "jinja2", "safetensors"):
         return f"the package {error.name!r} is missing: pip install 'nbkernels[llm]'"
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):
