@@ -34,7 +34,11 @@ def main():
         from benchmarks import check
 
         sys.exit(check.main(sys.argv[2:]))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time the operations on the GPU at hand.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Time the operations on the GPU at hand. {', '.join(ANY_DEVICE)} need none.",
+        epilog="python -m benchmarks check compares the operations with kept results: see python -m benchmarks check --help",
+    )
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")
     parser.add_argument(
@@ -50,7 +54,10 @@ def main():
         module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)
         return
     if harness.torch is None or not harness.torch.cuda.is_available():
-        sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
+        sys.exit(
+            f"benchmarks: {options.name} needs torch (pip install torch) and an NVIDIA GPU, as the clock and as a peer; "
+            f"without a GPU there are {', '.join(ANY_DEVICE)}"
+        )
     module = importlib.import_module(f"benchmarks.{options.name}")
     chosen = (case for case in module.cases() if options.match in f"{case.operation} {case.shape} {case.dtype}")
     results = []

@@ -195,10 +195,9 @@ def add_serve_command(commands):
 
 
 def _port(text):
-    port = int(text)
-    if not 0 <= port < 2**16:
-        raise argparse.ArgumentTypeError(f"{port}, wanted 0 to 65535")
-    return port
+    if not text.isdecimal() or not int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 0 to 65535")
+    return int(text)
 
 
 def serve_command(options):
@@ -269,6 +268,7 @@ def convert_command(options):
     from nbkernels.model import saved
     from nbkernels.model.loading import load, naming, open_checkpoint, read_tokenizer
 
+    saved.check_new_folder(options.out)  # told before a model is loaded
     if options.quantize:
         model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
         saved.save(model, options.out, quantize=options.quantize)

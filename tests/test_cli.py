@@ -1,5 +1,10 @@
 """The console command: errors are one line that says what to do, and it ends cleanly."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import tiny_model
 
@@ -59,6 +64,22 @@ def test_no_demo_model_says_how_to_get_it(capsys, tmp_path, monkeypatch):
     assert status == 2 and "fetch_model.py" in err
 
 
+def test_a_model_that_cannot_be_kept_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    script = Path(__file__).parent.parent / "scripts" / "fetch_model.py"
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "NBKERNELS_CACHE": str(tmp_path / "file" / "cache"),
+            "PYTHONPATH": str(script.parent.parent),
+        },
+    )
+    assert done.returncode == 1 and "export NBKERNELS_CACHE" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_serve_says_what_it_takes(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
@@ -67,6 +88,9 @@ def test_serve_says_what_it_takes(capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main(["serve", "--port", "65536"])
     assert "--port: 65536, wanted 0 to 65535" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "http"])
+    assert "--port: http, wanted 0 to 65535" in capsys.readouterr().err
     pytest.importorskip("uvicorn")
     monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
     assert main(["serve"]) == 2 and "fetch_model.py" in capsys.readouterr().err
