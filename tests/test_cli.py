@@ -9,6 +9,7 @@ import pytest
 import tiny_model
 
 from nbkernels.cli import main
+from nbkernels.launch.device import DeviceError
 from nbkernels.model.transformer import QUANTIZATIONS
 
 pytest.importorskip("gguf")
@@ -78,6 +79,25 @@ def test_a_model_that_cannot_be_kept_is_told(tmp_path):
         },
     )
     assert done.returncode == 1 and "export NBKERNELS_CACHE" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_a_gpu_a_command_names_its_own_option(capsys, model, monkeypatch):
+    def none():
+        raise DeviceError("no NVIDIA driver was found: install one, or use device='cpu'")
+
+    monkeypatch.setattr("nbkernels.launch.device.cuda_device", none)
+    assert main(["generate", "--device", "cuda", "--model", model, "the"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    for command in (["profile", "--model", model], ["tune", "matmul"]):
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert "measures on a GPU" in err and "device='cpu'" not in err
+
+
+def test_a_plot_that_cannot_be_written_is_told_before_measuring(capsys, monkeypatch):
+    monkeypatch.setattr("nbkernels.profiling.profile.profile_operation", None)
+    assert main(["profile", "softmax", "--plot", "/nowhere/at/all.svg"]) == 2
+    assert "/nowhere/at/all.svg" in capsys.readouterr().err
 
 
 def test_serve_says_what_it_takes(capsys, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Each check is a function that yields Findings; none needs a GPU, and none raises
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -187,22 +188,26 @@ def check_operations(seconds=SELF_TEST_SECONDS, clock=time.perf_counter, test=No
         return
     test = test or self_test.run
     started, passed, left = clock(), [], []
-    for name in self_test.names():
+    for number, name in enumerate(self_test.names(), 1):
+        _on_terminal(f"testing {name} ({number} of {len(self_test.names())})")
         if clock() - started > seconds:
             left.append(name)
             continue
         try:
             fault = test(name)
         except CompilerMissing:
+            _on_terminal("")
             # said by check_wheels, with what mends it; the others would fail alike
             yield Finding("operations", NOTE, "not tested: no kernel compiles")
             return
         except Exception as error:  # whatever it is, the others are tested too
             fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        _on_terminal("")
         if fault:
             yield Finding(name, WRONG, fault, f"rm -r {cache_folder() / 'kernels'}")
         else:
             passed.append(name)
+    _on_terminal("")
     where = self_test.where()
     yield Finding("operations", OK, f"{len(passed)} agree with their definition, on {where}: {', '.join(passed)}")
     if left:
@@ -213,6 +218,12 @@ def check_operations(seconds=SELF_TEST_SECONDS, clock=time.perf_counter, test=No
             f"{', '.join(left)}",
             "nbkernels doctor",
         )
+
+
+def _on_terminal(text):
+    """A line that the next one overwrites: half a minute of silence looks like an end."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
 
 
 CHECKS = (check_packages, check_wheels, check_environment, check_gpu, check_cache, check_optional, check_operations)
