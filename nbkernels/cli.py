@@ -484,7 +484,7 @@ def main(arguments=None):
 
 def _explain(error, device_option):
     if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda.pathfinder
-        return compiling.NO_COMPILER
+        return f"{compiling.NO_COMPILER}; {str(error).partition(':')[0]}"
     if isinstance(error, DeviceError):
         # the messages speak of the argument that Python's callers have
         other = ", or use device='cpu'"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_model
+from cuda.pathfinder import DynamicLibNotFoundError
 
 from nbkernels.cli import main
 from nbkernels.launch.device import DeviceError
@@ -92,6 +93,16 @@ def test_without_a_gpu_a_command_names_its_own_option(capsys, model, monkeypatch
         assert main(command) == 2
         err = capsys.readouterr().err
         assert "measures on a GPU" in err and "device='cpu'" not in err
+
+
+def test_a_missing_compiler_is_told_with_what_installs_it(capsys, monkeypatch):
+    def missing(*_, **__):
+        raise DynamicLibNotFoundError('Failure finding "libnvJitLink.so.13": No such file')
+
+    monkeypatch.setattr("nbkernels.profiling.inspect.own_kernel", missing)
+    assert main(["inspect", "own.py:kernel", "--signature", "int32"]) == 2
+    err = capsys.readouterr().err
+    assert "nbkernels[learn]" in err and "libnvJitLink" in err and err.count("\n") == 1
 
 
 def test_a_plot_that_cannot_be_written_is_told_before_measuring(capsys, monkeypatch):
