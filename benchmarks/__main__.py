@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import harness
+from nbkernels.model import demo_model
 
 ANY_DEVICE = (
     "emulator",
@@ -18,6 +19,8 @@ ANY_DEVICE = (
     "loading",
     "quality",
 )  # these measure by themselves; the others need torch and a GPU
+
+OF_THE_DEMO = ("generate", "quality")  # these read the demo's model
 
 OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
 
@@ -49,6 +52,8 @@ def main():
     )
     options = parser.parse_args()
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    if options.name in OF_THE_DEMO and not demo_model.path().exists():
+        sys.exit(f"benchmarks: the demo's model is not at {demo_model.path()}: run python scripts/fetch_model.py")
     module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
     if module is not None:
         module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)

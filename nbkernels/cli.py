@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 
 from nbkernels import __version__
@@ -207,6 +208,7 @@ def serve_command(options):
     from nbkernels.server import serve
 
     path = _model_path(options.model)
+    _check_address(options.host, options.port)  # told before a model is loaded
     _announce_compiling()
     model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
     names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context", "cache_dtype")
@@ -214,6 +216,19 @@ def serve_command(options):
     name = options.name or os.path.basename(os.path.normpath(path))
     serve(engine, name=name, host=options.host, port=options.port)
     return 0
+
+
+def _check_address(host, port):
+    """OSError where nobody can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            found.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {host}, port {port} ({error.strerror}): --host and --port name another"
+        ) from error
 
 
 def _model_path(given):
@@ -243,6 +258,8 @@ def generate_command(options):
     _announce_compiling()
     prompt = options.prompt
     if prompt is None and not interactive:
+        if sys.stdin.isatty():
+            print("the prompt, ended by Ctrl-D on a line of its own:", file=sys.stderr)
         # the line end that a shell's echo adds is not meant
         prompt = sys.stdin.read().removesuffix("\n")
     model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
@@ -436,6 +453,7 @@ def _stream(generation):
 
 def _converse(model, messages, settings, options):
     """Read messages and answer them until the input ends."""
+    print("Ctrl-D ends the conversation", file=sys.stderr)
     while True:
         try:
             text = input("> ")

@@ -124,6 +124,13 @@ def test_groups_fit_into_memory():
     assert check.results_path("NVIDIA H200").name == "h200_check.json"
 
 
+def test_a_benchmark_without_the_demo_s_model_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["benchmarks", "quality"])
+    with pytest.raises(SystemExit, match=r"fetch_model\.py"):
+        benchmarks_main.main()
+
+
 def test_a_benchmark_without_a_gpu_says_which_need_none(monkeypatch):
     monkeypatch.setattr(harness, "torch", None)
     monkeypatch.setattr("sys.argv", ["benchmarks", "attention"])

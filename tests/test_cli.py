@@ -1,6 +1,8 @@
 """The console command: errors are one line that says what to do, and it ends cleanly."""
 
+import io
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +105,26 @@ def test_a_missing_compiler_is_told_with_what_installs_it(capsys, monkeypatch):
     assert main(["inspect", "own.py:kernel", "--signature", "int32"]) == 2
     err = capsys.readouterr().err
     assert "nbkernels[learn]" in err and "libnvJitLink" in err and err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(capsys):
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "/nowhere", "--port", port]) == 2
+    err = capsys.readouterr().err
+    assert f"port {port}" in err and "--port" in err and err.count("\n") == 1
+    assert main(["serve", "/nowhere", "--port", port]) == 2
+    assert "/nowhere: cannot be read" in capsys.readouterr().err, "the port is free again"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_person_at_the_keyboard_is_told_what_ends_the_input(capsys, model, monkeypatch, chat):
+    keyboard = io.StringIO("the\n")
+    keyboard.isatty = lambda: True
+    monkeypatch.setattr("sys.stdin", keyboard)
+    status, _, err = run(capsys, "--model", model, "--max-new-tokens", "2", *(["--chat"] if chat else []))
+    assert status == 0 and "Ctrl-D" in err.splitlines()[0]
 
 
 def test_a_plot_that_cannot_be_written_is_told_before_measuring(capsys, monkeypatch):
