@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import harness
+from nbkernels.model import demo_model
 
 ANY_DEVICE = (
     "emulator",
@@ -18,6 +19,8 @@ ANY_DEVICE = (
     "loading",
     "quality",
 )  # these measure by themselves; the others need torch and a GPU
+
+OF_THE_DEMO = ("generate", "quality")  # these read the demo's model
 
 OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
 
@@ -34,7 +37,11 @@ def main():
         from benchmarks import check
 
         sys.exit(check.main(sys.argv[2:]))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Time the operations on the GPU at hand.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=f"Time the operations on the GPU at hand. {', '.join(ANY_DEVICE)} need none.",
+        epilog="python -m benchmarks check compares the operations with kept results: see python -m benchmarks check --help",
+    )
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE", help="write the figures with GPU, versions and commit")
     parser.add_argument(
@@ -45,12 +52,20 @@ def main():
     )
     options = parser.parse_args()
     command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    if options.name in OF_THE_DEMO and not demo_model.path().exists():
+        said = f"benchmarks: the demo's model is not at {demo_model.path()}: run python scripts/fetch_model.py"
+        if options.name == "quality":
+            sys.exit(said)
+        print(f"{said}; without it only models of random weights are measured, on a GPU", file=sys.stderr)
     module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
     if module is not None:
         module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)
         return
     if harness.torch is None or not harness.torch.cuda.is_available():
-        sys.exit("benchmarks: torch with a CUDA device is needed, as the clock and as a peer")
+        sys.exit(
+            f"benchmarks: {options.name} needs torch (pip install torch) and an NVIDIA GPU, as the clock and as a peer; "
+            f"without a GPU there are {', '.join(ANY_DEVICE)}"
+        )
     module = importlib.import_module(f"benchmarks.{options.name}")
     chosen = (case for case in module.cases() if options.match in f"{case.operation} {case.shape} {case.dtype}")
     results = []

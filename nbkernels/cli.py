@@ -4,11 +4,12 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 
 from nbkernels import __version__
 from nbkernels.launch import compile as compiling
-from nbkernels.launch.device import KINDS
+from nbkernels.launch.device import KINDS, DeviceError
 from nbkernels.learn import add_learn_arguments, learn_command
 
 QUANTIZATIONS = ("int8", "int8-rows", "int8-activations")
@@ -195,10 +196,9 @@ def add_serve_command(commands):
 
 
 def _port(text):
-    port = int(text)
-    if not 0 <= port < 2**16:
-        raise argparse.ArgumentTypeError(f"{port}, wanted 0 to 65535")
-    return port
+    if not text.isdecimal() or not int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}, wanted 0 to 65535")
+    return int(text)
 
 
 def serve_command(options):
@@ -208,14 +208,27 @@ def serve_command(options):
     from nbkernels.server import serve
 
     path = _model_path(options.model)
-    if sys.stderr.isatty():
-        compiling.announce = _say_compiling
+    _check_address(options.host, options.port)  # told before a model is loaded
+    _announce_compiling()
     model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
     names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context", "cache_dtype")
     engine = Engine(model, **{name: getattr(options, name) for name in names})
     name = options.name or os.path.basename(os.path.normpath(path))
     serve(engine, name=name, host=options.host, port=options.port)
     return 0
+
+
+def _check_address(host, port):
+    """OSError where nobody can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            found.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {host}, port {port} ({error.strerror}): --host and --port name another"
+        ) from error
 
 
 def _model_path(given):
@@ -242,10 +255,11 @@ def generate_command(options):
     }
     SamplingOptions(**sampling)  # a wrong option is told before a model is loaded
     path = _model_path(options.model)
-    if sys.stderr.isatty():
-        compiling.announce = _say_compiling
+    _announce_compiling()
     prompt = options.prompt
     if prompt is None and not interactive:
+        if sys.stdin.isatty():
+            print("the prompt, ended by Ctrl-D on a line of its own:", file=sys.stderr)
         # the line end that a shell's echo adds is not meant
         prompt = sys.stdin.read().removesuffix("\n")
     model = load(path, device=options.device, dtype=options.dtype, quantize=options.quantize)
@@ -269,6 +283,7 @@ def convert_command(options):
     from nbkernels.model import saved
     from nbkernels.model.loading import load, naming, open_checkpoint, read_tokenizer
 
+    saved.check_new_folder(options.out)  # told before a model is loaded
     if options.quantize:
         model = load(options.model, device=options.device, dtype=options.dtype, quantize=options.quantize)
         saved.save(model, options.out, quantize=options.quantize)
@@ -303,10 +318,10 @@ def _examine_checkpoint(path):
 
 def inspect_command(options):
     """Print what each source line of some kernels does, or their PTX or SASS. Returns the exit status."""
-    from rich.console import Console
-
+    from nbkernels.emulator.counters import print_table
     from nbkernels.profiling import inspect
 
+    _announce_compiling()
     own = ".py:" in options.operation
     if not own and options.signature:
         raise ValueError("--signature is for a kernel of yours: path.py:function")
@@ -315,18 +330,21 @@ def inspect_command(options):
     else:
         choice = {"dtype": options.dtype, "arch": options.arch, "shape": options.shape}
         if not (options.ptx or options.sass or options.source):
-            for plan, report in inspect.launches(options.operation, **choice):
+            done = inspect.launches(options.operation, **choice)
+            _clear_announced()
+            for plan, report in done:
                 print(f"grid {plan.grid}, block {plan.block}, {plan.shared_bytes} bytes of dynamic shared memory")
                 report.print()
             return 0
         found = inspect.kernels(options.operation, **choice, run=options.source)
+    _clear_announced()
     for kernel in found:
         if options.ptx:
             print(inspect.ptx_listing(kernel))
         elif options.sass:
             print(inspect.sass_listing(kernel))
         else:
-            Console(highlight=False).print(inspect.source_table(kernel))
+            print_table(inspect.source_table(kernel))
     return 0
 
 
@@ -338,12 +356,17 @@ def profile_command(options):
         return _profile_model(options)
     if options.trace:
         raise ValueError("--trace is for a whole model: --model PATH")
+    if options.plot:
+        with open(options.plot, "a"):  # that it cannot be written is told before anything is measured
+            pass
     from nbkernels.profiling.profile import profile_operation
 
+    _announce_compiling()
     found = profile_operation(
         options.operation, shape=options.shape, dtype=options.dtype, gpu=options.gpu, peers=not options.no_peers
     )
     picture = found.svg() if options.plot else None
+    _clear_announced()
     if options.json:
         print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
     else:
@@ -361,7 +384,9 @@ def tune_command(options):
     if options.shape and options.operation is None:
         raise ValueError("--shape is of one operation: nbkernels tune matmul --shape …")
     found = 0
+    _announce_compiling()
     for found, choice in enumerate(tune(options.operation, shape=options.shape, dtype=options.dtype), 1):  # noqa: B007
+        _clear_announced()
         timed = choice.best_timing
         print(
             f"{choice.heuristic.factory.__name__.removesuffix('_kernel')} {choice.call}: {timed.microseconds:.2f} µs "
@@ -405,10 +430,20 @@ def _say_compiling(name):
     print(f"\r\033[Kcompiling {shown} (once; kept for the next run)\r", end="", file=sys.stderr, flush=True)
 
 
+def _announce_compiling():
+    if sys.stderr.isatty():
+        compiling.announce = _say_compiling
+
+
+def _clear_announced():
+    if compiling.announce is not None:
+        print("\033[K", end="", file=sys.stderr, flush=True)
+
+
 def _stream(generation):
     for number, piece in enumerate(generation):
-        if number == 0 and compiling.announce is not None:
-            print("\033[K", end="", file=sys.stderr, flush=True)
+        if number == 0:
+            _clear_announced()
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -418,6 +453,7 @@ def _stream(generation):
 
 def _converse(model, messages, settings, options):
     """Read messages and answer them until the input ends."""
+    print("Ctrl-D ends the conversation", file=sys.stderr)
     while True:
         try:
             text = input("> ")
@@ -459,11 +495,20 @@ def main(arguments=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        print(f"nbkernels: {_explain(error)}", file=sys.stderr)
+        _clear_announced()
+        print(f"nbkernels: {_explain(error, hasattr(options, 'device'))}", file=sys.stderr)
         return 2
 
 
-def _explain(error):
+def _explain(error, device_option):
+    if type(error).__name__ == "DynamicLibNotFoundError":  # of cuda.pathfinder
+        return f"{compiling.NO_COMPILER}; {str(error).partition(':')[0]}"
+    if isinstance(error, DeviceError):
+        # the messages speak of the argument that Python's callers have
+        other = ", or use device='cpu'"
+        if device_option:
+            return str(error).replace(other, ", or use --device cpu")
+        return str(error).replace(other, "; this command measures on a GPU")
     if isinstance(error, ModuleNotFoundError) and error.name in ("tokenizers", "gguf", "jinja2", "safetensors"):
         return f"the package {error.name!r} is missing: pip install 'nbkernels[llm]'"
     if isinstance(error, ModuleNotFoundError) and error.name in ("starlette", "uvicorn"):

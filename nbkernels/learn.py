@@ -43,6 +43,15 @@ def learn_command(options):
     if len(rest) != 1 or not rest[0].isdigit() or int(rest[0]) not in lessons():
         raise ValueError(f"learn {' '.join(what)}: wanted N, open N or check N, with N from 1 to {max(lessons())}")
     number = int(rest[0])
+    for given, name, of in (
+        (options.hint, "--hint", "check"),
+        (options.file, "--file", "check"),
+        (options.page, "--page", "run"),
+    ):
+        if given and verb != of:
+            raise ValueError(f"{name}: wanted with learn {'check N' if of == 'check' else 'N'} only")
+    if options.file and not Path(options.file).is_file():
+        raise FileNotFoundError(f"--file: {options.file} is not a file")
     if verb == "check":
         extra = ["--hint"] if options.hint else []
         extra += ["--file", options.file] if options.file else []

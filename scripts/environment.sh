@@ -1,4 +1,4 @@
-# Sourced by demo.sh and test.sh: makes a virtual environment with this package and some extras, once.
+# Sourced by demo.sh, learn.sh and test.sh: makes a virtual environment with this package and some extras, once.
 #
 #   ensure_environment FOLDER EXTRAS    sets PYTHON to its interpreter
 #
@@ -41,7 +41,7 @@ PY
     fi
     echo "making an environment in $folder (once)" >&2
     rm -rf "$folder"
-    mkdir -p "$(dirname "$folder")"
+    mkdir -p "$(dirname "$folder")" || fail "export NBKERNELS_CACHE=/a/folder/that/can/be/written and try again"
     "$base" -m venv "$folder" >&2 || fail "python -m venv failed: on Debian and Ubuntu, apt install python3-venv"
     "$PYTHON" -m pip install --disable-pip-version-check --progress-bar on -e "$repository[$extras]" >&2 ||
         fail "pip could not install the package: see above; are you online?"

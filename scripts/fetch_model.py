@@ -22,7 +22,13 @@ def fetch():
         return target
     if target.exists():
         print(f"replacing {target}: {fault}", file=sys.stderr)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(
+            f"fetch_model: {target.parent} cannot be made ({error.strerror}): "
+            "export NBKERNELS_CACHE=/a/folder/that/can/be/written"
+        )
     print(f"downloading {demo_model.FILE} (93 MB, once) to {target.parent}", file=sys.stderr)
     # beside the target, so that the last step is a rename within one file system
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

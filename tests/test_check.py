@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import check
+from benchmarks import __main__ as benchmarks_main
+from benchmarks import check, harness
 
 CASES = {f"case {n}": 1e6 * (n + 1) for n in range(30)}  # name -> bytes
 SPEED = 4e12
@@ -121,3 +122,17 @@ def test_groups_fit_into_memory():
     assert list(check.groups(named, 1 << 60)) == [named]
     assert all(len(part) == 1 for part in check.groups(named, 1))
     assert check.results_path("NVIDIA H200").name == "h200_check.json"
+
+
+def test_a_benchmark_without_the_demo_s_model_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("NBKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["benchmarks", "quality"])
+    with pytest.raises(SystemExit, match=r"fetch_model\.py"):
+        benchmarks_main.main()
+
+
+def test_a_benchmark_without_a_gpu_says_which_need_none(monkeypatch):
+    monkeypatch.setattr(harness, "torch", None)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "attention"])
+    with pytest.raises(SystemExit, match=r"attention needs torch \(pip install torch\).*quality"):
+        benchmarks_main.main()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
+from numba.cuda.cudadrv import nvrtc
 
 from nbkernels.kernels import advance, attention_wgmma, embedding
 from nbkernels.launch import compile as compiling
@@ -141,3 +143,12 @@ def test_setmaxnreg_counts(folder):
     # one wait behind the first product, two a step, two where the next item's first product follows the last, else one
     assert listing.count("WARPGROUP.DEPBAR") == 6
     assert listing.count("UTMALDG.4D") >= 3
+
+
+def test_without_the_compiler_s_libraries_it_says_what_to_install(folder, monkeypatch):
+    def missing(*_):
+        raise DynamicLibNotFoundError("libnvrtc.so.13")
+
+    monkeypatch.setattr(nvrtc, "get_arch_option", missing)
+    with pytest.raises(compiling.CompilerMissing, match=r"nbkernels\[learn\]"):
+        compiling.ptx(FACTORY, CONSTANTS, "sm_86")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from nbkernels.cli import main
+from nbkernels.launch.compile import CompilerMissing
 from nbkernels.launch.device import Device, DeviceError
 from nbkernels.profiling import doctor, self_test
 from nbkernels.profiling.doctor import NOTE, OK, WRONG, Finding
@@ -43,7 +44,6 @@ def test_packages(changes, subject, status, mend):
     "changes, found",
     [
         ({}, {}),
-        (dict.fromkeys(doctor.CUDA_WHEELS), {"CUDA compiler": WRONG}),
         ({"nvidia-nvjitlink-cu12": "12.9.86"}, {"CUDA compiler": WRONG}),
         ({"nvidia-cuda-nvcc": None}, {"nvidia-cuda-nvcc": NOTE}),
     ],
@@ -52,6 +52,22 @@ def test_wheels(changes, found):
     worse = worst(doctor.check_wheels((SOUND | changes).get))
     assert {name: status for name, (status, _) in worse.items()} == found
     assert all(mend.startswith("pip ") for _, mend in worse.values())
+
+
+def test_without_a_gpu_the_compiler_may_be_left_out():
+    installed = (SOUND | dict.fromkeys(doctor.CUDA_WHEELS)).get
+    ((status, mend),) = worst(doctor.check_wheels(installed, failing("no NVIDIA driver was found"))).values()
+    assert status == NOTE and "nbkernels[learn]" in mend
+    ((status, mend),) = worst(doctor.check_wheels(installed, lambda: (13, 0))).values()
+    assert status == WRONG and "nbkernels[cu13]" in mend
+
+
+def test_without_the_compiler_operations_are_not_called_wrong():
+    def test(name):
+        raise CompilerMissing("no")
+
+    (found,) = doctor.check_operations(test=test)
+    assert found.status == NOTE and "not tested" in found.said
 
 
 def test_environment():

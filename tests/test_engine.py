@@ -461,6 +461,11 @@ def test_wrong_settings_name_themselves(tiny, options, error, message):
         Engine(tiny, **options)
 
 
+def test_a_path_is_no_model():
+    with pytest.raises(TypeError, match=r"model: str, wanted a LanguageModel, as nbkernels\.load gives it"):
+        Engine("model.gguf")
+
+
 @pytest.mark.parametrize(
     "options, error",
     [

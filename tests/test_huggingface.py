@@ -399,6 +399,16 @@ def test_convert_refuses_what_it_cannot_write(tmp_path, capsys):
     folder = family_models.write_folder(tmp_path / "m", family_models.load_recording("gpt2"))
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 2
     assert "'gpt2' cannot be written as a Hugging Face folder" in capsys.readouterr().err
+    kept = str(tmp_path / "kept")
+    assert main(["convert", str(folder), kept, "--quantize", "int8", "--device", "cpu"]) == 0
+    assert main(["convert", kept, str(tmp_path / "out")]) == 2
+    assert "convert the original" in capsys.readouterr().err
+    # a folder that is taken is told before anything is read
+    assert main(["convert", "/nowhere", kept, "--quantize", "int8", "--device", "cpu"]) == 2
+    assert "wanted a new or an empty folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["convert", str(folder), str(tmp_path / "file")]) == 2
+    assert "wanted a new or an empty folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["llama-biased", "mistral", "qwen2", "qwen2-window", "qwen3"])

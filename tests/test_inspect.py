@@ -1,9 +1,12 @@
 """Kernels taken apart without a GPU: counts by source line, PTX and SASS beside the lines they came from."""
 
+import io
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
+import rich.console
 
 from nbkernels.cli import main
 from nbkernels.profiling import inspect
@@ -40,6 +43,28 @@ def test_softmax_reads_and_writes_once():
     ((_, report),) = inspect.launches("softmax", dtype="float32", arch="sm_80")
     assert report.total.global_read_bytes == report.total.global_written_bytes == 16 * 1024 * 4
     assert report.total.sectors == report.total.sectors_needed, "every access is coalesced"
+
+
+@pytest.mark.parametrize("view", [[], ["--source"]])
+def test_a_pipe_of_80_columns_gets_every_figure(view, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["inspect", "softmax", *view]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "if row >= rows:" in line]
+    name, _, *figures = (cell.strip() for cell in row.strip("│").split("│"))
+    assert re.fullmatch(r"rows\.py:\d+", name), "which file the line is of"
+    assert "96" in figures, "16 blocks of 2 warps, by 3 instructions"
+
+
+def test_a_narrow_terminal_shortens_the_source_alone(monkeypatch):
+    ((_, report),) = inspect.launches("softmax", dtype="float32", arch="sm_80")
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        rich.console, "Console", partial(rich.console.Console, file=screen, force_terminal=True, width=120)
+    )
+    report.print()
+    rows = [line for line in screen.getvalue().splitlines() if line.startswith("│")]
+    assert len({len(row) for row in rows}) == 1 and len(rows[0]) == 120
+    assert f" {report.total.warp_instructions} " in rows[-1]
 
 
 def test_console_command(capsys):
@@ -194,6 +219,9 @@ def scale(y, x):
     if i < x.shape[0]:
         y[i] = twice(x[i])
 
+def answers(x):
+    return x
+
 constant = 3
 """
 
@@ -220,6 +248,7 @@ def test_a_kernel_of_one_s_own(arch, tmp_path, capsys, disassembler):
         ("scale", "float32", "3 arguments|2 arguments"),
         ("none", "float32", "no function 'none'"),
         ("constant", "float32", "no function 'constant'"),
+        ("answers", "float32", "own.py:answers: it does not compile: .*return"),
     ],
 )
 def test_wrong_words_for_a_kernel_of_one_s_own(name, signature, said, tmp_path, capsys):
@@ -227,4 +256,17 @@ def test_wrong_words_for_a_kernel_of_one_s_own(name, signature, said, tmp_path, 
     path.write_text(OWN)
     given = [] if signature is None else ["--signature", signature]
     assert main(["inspect", f"{path}:{name}", *given]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    err = capsys.readouterr().err
+    assert re.search(said, err) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [("def (", "SyntaxError: .*line 1"), ("import nowhere_at_all", "ModuleNotFoundError: .*nowhere_at_all")],
+)
+def test_a_file_that_does_not_run_is_told_in_one_line(text, said, tmp_path, capsys):
+    path = tmp_path / "own.py"
+    path.write_text(text)
+    assert main(["inspect", f"{path}:scale", "--signature", "float32"]) == 2
+    err = capsys.readouterr().err
+    assert re.search(f"own.py:scale: the file does not run: {said}", err) and err.count("\n") == 1

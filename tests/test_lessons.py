@@ -169,6 +169,25 @@ def test_learn_says_what_it_takes(arguments):
     assert status == 2 and "wanted N, open N or check N" in said
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("1", "--hint"), "--hint: wanted with learn check N only"),
+        (("check", "1", "--page", "x"), "--page: wanted with learn N only"),
+        (("check", "1", "--file", "/nowhere.py"), "--file: /nowhere.py is not a file"),
+    ],
+)
+def test_learn_says_what_an_option_is_for(arguments, said):
+    status, err = learn(*arguments)
+    assert status == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    status, said = learn("1", "--page", str(tmp_path / "file" / "pages"))
+    assert status == 1 and "--page FOLDER" in said and "Traceback" not in said
+
+
 def test_learn_elsewhere_says_where_the_lessons_are(monkeypatch):
     monkeypatch.setattr("nbkernels.learn.FOLDER", Path("/nowhere"))
     with pytest.raises(FileNotFoundError, match="clone it"):

@@ -204,6 +204,7 @@ def test_a_choice_is_measured_and_kept():
         (["matmull"], "did you mean matmul"),
         (["--shape", "3x4x5"], "one operation"),
         (["matmul", "--dtype", "int2"], "dtype"),
+        (["matmul", "--shape", "3"], "shape: 3, wanted"),
     ],
 )
 def test_errors_are_one_line(arguments, said, capsys):

@@ -5,6 +5,7 @@ they lay side by side. A warp's access to shared memory takes a pass for every w
 the first; accesses of 8 and 16 bytes a lane go in halves and quarters of a warp.
 """
 
+import os
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
@@ -176,14 +177,21 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"{self.name}: what each line did")
-        table.add_column("line", justify="right")
+        table = Table(title=f"{self.name}: what each line did", title_justify="left")
+        table.add_column("line", justify="right", no_wrap=True)
         table.add_column("source", overflow="ellipsis", no_wrap=True, max_width=60)
-        for heading in ("warp instr.", "divergent", "global KB", "sectors / needed", "shared passes / needed", "MFLOP"):
+        for heading in (
+            "warp\ninstr.",
+            "divergent",
+            "global\nKB",
+            "sectors\n/ needed",
+            "shared passes\n/ needed",
+            "MFLOP",
+        ):
             table.add_column(heading, justify="right")
         for (file, line), counts in [*sorted(self.by_line.items()), (("", "total"), self.total)]:
             table.add_row(
-                str(line),
+                f"{os.path.basename(file)}:{line}" if file else str(line),
                 Text(_source_line(file, line)),  # no markup: brackets are indices
                 f"{counts.warp_instructions}",
                 f"{counts.divergent_branches or ''}",
@@ -196,12 +204,32 @@ class Report:
 
     def print(self):
         """Print the table, and the instructions by class."""
-        from rich.console import Console
-
-        console = Console()
-        console.print(self.table())
+        print_table(self.table())
         classes = sorted(self.by_class.items(), key=lambda entry: -entry[1])
-        console.print("warp instructions: " + ", ".join(f"{name} {count}" for name, count in classes))
+        print("warp instructions: " + ", ".join(f"{name} {count}" for name, count in classes))
+
+
+LEAST_SOURCE = 24  # characters of a source line that are worth reading
+
+
+def print_table(table):
+    """Print a rich table whose column "source" gives way on a narrow terminal; figures never do.
+
+    Where it goes to a file or a pipe each row is one whole line.
+    """
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(highlight=False)
+
+    def natural():
+        return Measurement.get(console, console.options.update(width=10_000), table).maximum
+
+    (source,) = (column for column in table.columns if column.header == "source")
+    if console.is_terminal and natural() > console.width:
+        source.max_width = max(LEAST_SOURCE, source.max_width - (natural() - console.width))
+    console.width = max(console.width, natural())
+    console.print(table)
 
 
 def _source_line(file, line):

@@ -20,7 +20,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from nbkernels.launch.device import OLDEST_ARCH, parse_arch
+from nbkernels.launch.device import OLDEST_ARCH, DeviceError, parse_arch
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,15 @@ OLDEST_CLUSTER_ARCH = (9, 0)
 
 # Called with a factory's name before a kernel is compiled, which takes seconds: a program that talks to a person may show it.
 announce = None
+
+NO_COMPILER = (
+    "the CUDA compiler's libraries are missing, without which no kernel compiles: pip install 'nbkernels[learn]', or "
+    "'nbkernels[cu13]' where there is a GPU (device='cpu' works without)"
+)
+
+
+class CompilerMissing(DeviceError):
+    """No kernel compiles: the libraries of the CUDA compiler are not installed."""
 
 
 def kernel(*, launch_bounds, fastmath=False, cluster=1):
@@ -81,6 +90,7 @@ def ptx(factory, constants, arch, early=False):
 
 def _translate(factory, constants, arch):
     """LLVM IR -> PTX, through NVVM."""
+    from cuda.pathfinder import DynamicLibNotFoundError
     from numba.cuda.cudadrv import nvrtc, nvvm
 
     lowered = _lowered(factory, constants)
@@ -88,7 +98,10 @@ def _translate(factory, constants, arch):
         raise ValueError(
             f"arch: {arch!r} has no clusters, which {lowered['name']} is made of; they exist from sm_90 on"
         )
-    target = nvrtc.get_arch_option(*parse_arch(arch))
+    try:
+        target = nvrtc.get_arch_option(*parse_arch(arch))
+    except DynamicLibNotFoundError as error:
+        raise CompilerMissing(NO_COMPILER) from error
 
     def translate(ir):
         text = nvvm.compile_ir(ir, arch=target, opt=3, fastmath=lowered["fastmath"])

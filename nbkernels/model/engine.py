@@ -183,6 +183,8 @@ class Engine:
         page_size=PAGE_SIZE,
         cache_dtype=None,
     ):
+        if not hasattr(model, "transformer"):
+            raise TypeError(f"model: {type(model).__name__}, wanted a LanguageModel, as nbkernels.load gives it")
         config = model.config
         context = config.context if context is None else context
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "max_queue": max_queue, "context": context}

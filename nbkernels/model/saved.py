@@ -58,11 +58,17 @@ def _write_tokenizer(folder, tokenizer, chat_template):
         (folder / "chat_template.jinja").write_text(chat_template)
 
 
+def check_new_folder(path):
+    """FileExistsError where a path is anything but a folder that is empty or not there yet."""
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: wanted a new or an empty folder")
+
+
 def _empty_folder(path):
+    check_new_folder(path)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: wanted a new or an empty folder")
     return folder
 
 
@@ -262,6 +268,8 @@ def write_huggingface(checkpoint, tokenizer, path, *, dtype):
 
     CheckpointError for others, FileExistsError where the folder is not empty.
     """
+    if isinstance(checkpoint, SavedCheckpoint):
+        raise CheckpointError("written by nbkernels convert already, its matrices joined: convert the original")
     config, family = checkpoint.config, checkpoint.family
     if config.architecture not in PLAIN or config.rotaries[0].kind != "default":
         raise CheckpointError(

@@ -5,13 +5,14 @@ Each check is a function that yields Findings; none needs a GPU, and none raises
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
-from nbkernels.launch.compile import cache_folder
+from nbkernels.launch.compile import CompilerMissing, cache_folder
 from nbkernels.launch.device import KINDS, DeviceError, cuda_device, driver_version
 
 PYTHON_PACKAGES = ("numpy", "numba", "numba-cuda", "llvmlite", "ml-dtypes", "rich")
@@ -73,20 +74,21 @@ def check_packages(installed=installed):
         )
 
 
-def check_wheels(installed=installed):
-    """The wheels of the CUDA compiler: all there, and of one major version."""
+def check_wheels(installed=installed, driver_version=driver_version):
+    """The wheels of the CUDA compiler: all there, and of one major version. Without a GPU one can do without any."""
     found = {}
     for name in CUDA_WHEELS:
         for package in (name, f"{name}-cu12"):
             if (version := installed(package)) is not None:
                 found.setdefault(numbers(version)[0], []).append(f"{package} {version}")
     if not found:
-        yield Finding(
-            "CUDA compiler",
-            WRONG,
-            "none of its wheels is installed: no kernel compiles",
-            "pip install 'nbkernels[cu13]'",
-        )
+        said = "none of its wheels is installed: no kernel compiles"
+        try:
+            driver_version()
+        except DeviceError:
+            yield Finding("CUDA compiler", NOTE, f"{said}, device='cpu' alone works", "pip install 'nbkernels[learn]'")
+        else:
+            yield Finding("CUDA compiler", WRONG, said, "pip install 'nbkernels[cu13]'")
         return
     said = ", ".join(text for texts in found.values() for text in texts)
     if len(found) > 1:
@@ -186,27 +188,42 @@ def check_operations(seconds=SELF_TEST_SECONDS, clock=time.perf_counter, test=No
         return
     test = test or self_test.run
     started, passed, left = clock(), [], []
-    for name in self_test.names():
+    for number, name in enumerate(self_test.names(), 1):
+        _on_terminal(f"testing {name} ({number} of {len(self_test.names())})")
         if clock() - started > seconds:
             left.append(name)
             continue
         try:
             fault = test(name)
+        except CompilerMissing:
+            _on_terminal("")
+            # said by check_wheels, with what mends it; the others would fail alike
+            yield Finding("operations", NOTE, "not tested: no kernel compiles")
+            return
         except Exception as error:  # whatever it is, the others are tested too
             fault = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        _on_terminal("")
         if fault:
             yield Finding(name, WRONG, fault, f"rm -r {cache_folder() / 'kernels'}")
         else:
             passed.append(name)
+    _on_terminal("")
     where = self_test.where()
     yield Finding("operations", OK, f"{len(passed)} agree with their definition, on {where}: {', '.join(passed)}")
     if left:
         yield Finding(
             "operations",
             NOTE,
-            f"not reached in {seconds:.0f} s, since kernels were compiled: {', '.join(left)}",
+            f"not reached in {seconds:.0f} s, since kernels were compiled (what was is kept; run it again for the rest): "
+            f"{', '.join(left)}",
             "nbkernels doctor",
         )
+
+
+def _on_terminal(text):
+    """A line that the next one overwrites: half a minute of silence looks like an end."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
 
 
 CHECKS = (check_packages, check_wheels, check_environment, check_gpu, check_cache, check_optional, check_operations)

@@ -107,20 +107,36 @@ def kernels(name, *, dtype="bfloat16", arch="sm_90a", shape=None, run=False):
 def own_kernel(place, signature, *, arch="sm_90a"):
     """The Kernel of a function in a file: place "path.py:function", signature "float32[::1], int32" in Numba's words.
 
-    The file is run, as an import would. ValueError where it, the function or the signature is not what was wanted; Numba's errors
-    for what cannot be compiled.
+    The file is run, as an import would. ValueError where it, the function or the signature is not what was wanted, and for what
+    Numba cannot compile.
     """
+    from numba.core.errors import NumbaError
+
     path, _, name = place.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"{place}: {path or place} is not a file, wanted path.py:function")
     if not signature:
         raise ValueError(f"{place}: its arguments' types are wanted, as --signature 'float32[::1], int32'")
     parse_arch(arch)
-    function = getattr(_module(Path(path)), name, None)
+    try:
+        module = _module(Path(path))
+    except Exception as error:  # a stranger's file: anything can come of it
+        raise ValueError(f"{place}: the file does not run: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
     if not callable(getattr(function, "py_func", function)):
         raise ValueError(f"{place}: there is no function {name!r} in that file")
-    text = compiled(function, _types(signature), arch)
+    types = _types(signature)
+    try:
+        text = compiled(function, types, arch)
+    except (NumbaError, TypeError) as error:
+        raise ValueError(f"{place}: it does not compile: {_in_short(error)}") from error
     return Kernel(name, f"{place} of {signature}", text, lambda: compiling.assemble(text, arch))
+
+
+def _in_short(error):
+    """The lines of an error of Numba's that say what and where, as one."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith(("During:", "^")))[:600]
 
 
 def _module(path):

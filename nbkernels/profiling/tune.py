@@ -66,6 +66,9 @@ def tune(name=None, *, shape=None, dtype="bfloat16", on=None, prepare=None):
     names = tuple(SHAPES) if name is None else (name,)
     entries = [operation(each) for each in names]
     dtype = checked_dtype(dtype)
+    if shape is not None:
+        for entry in entries:
+            checked_shape(entry, shape)
     with device("cuda") if on is None else device(on.kind, arch=on.arch) as chosen:
         for entry in entries:
             shapes = SHAPES.get(entry.name, (entry.usual,)) if shape is None else (shape,)

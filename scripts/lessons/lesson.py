@@ -156,7 +156,12 @@ def main(name, path):
     parser.add_argument("--page", metavar="FOLDER", help="where to write the lesson as Markdown with its pictures")
     parser.add_argument("--no-gpu", action="store_true", help="do not time on a GPU even where there is one")
     options = parser.parse_args()
-    perform(path, options.page or compiling.cache_folder() / "lessons", gpu=not options.no_gpu)
+    page = Path(options.page or compiling.cache_folder() / "lessons")
+    try:
+        page.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"{page} cannot be made ({error.strerror}): --page FOLDER writes the page elsewhere")
+    perform(path, page, gpu=not options.no_gpu)
     sys.exit(0)
 
 
