@@ -65,6 +65,7 @@ CASES = {
     "softmax scalar": (lambda: nbk.softmax(np.float32(1)), ValueError, "x: a scalar"),
     "softmax scale": (lambda: nbk.softmax(X, scale="big"), TypeError, "scale: str"),
     "softmax scale nan": (lambda: nbk.softmax(X, scale=float("nan")), ValueError, "scale: NaN"),
+    "softmax scale huge": (lambda: nbk.softmax(X, scale=10**400), ValueError, "scale: an integer that no float holds"),
     "softmax out shape": (
         lambda: nbk.softmax(X, out=np.ones((2, 7), np.float32)),
         ValueError,

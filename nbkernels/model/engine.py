@@ -435,7 +435,7 @@ class Engine:
             # drafts wait for what they follow; the last token of a text is followed by none
             if request is not running or request._lookup is not None or len(request._tokens) + 1 >= request._limit:
                 return False
-        return all(scheduler.has_room(request, 2) for request, _ in rows)
+        return all(scheduler.take_room(request, 2) for request, _ in rows)
 
     def _land(self):
         """Take the tokens of the oldest step under way."""

@@ -144,7 +144,7 @@ class Scheduler:
         """Whether ``admit`` would let somebody run."""
         return bool(self.waiting) and len(self.running) < self.max_batch and self._fits(self.waiting[0])
 
-    def has_room(self, request, tokens):
+    def take_room(self, request, tokens):
         """Pages for so many more tokens of a running request, of those that are free; False where there are none."""
         if self.cache.room(request.sequence) >= tokens:
             return True

@@ -1,8 +1,12 @@
 """Checks of arguments: each raises TypeError or ValueError that names the argument and says what was wanted."""
 
+import sys
+
 import numpy as np
 
 from nbkernels.arrays import FLOATS, DeviceArray, library
+
+MOST_FLOAT = sys.float_info.max
 
 
 def check_float(**arrays):
@@ -132,6 +136,8 @@ def check_number(name, value, *, positive=False, least=None):
         raise TypeError(f"{name}: {type(value).__name__}, wanted a number")
     if value != value:
         raise ValueError(f"{name}: NaN")
+    if isinstance(value, int) and abs(value) > MOST_FLOAT:  # float() of it would overflow further on, without a name
+        raise ValueError(f"{name}: an integer that no float holds")
     if positive and not value > 0:
         raise ValueError(f"{name}: {value}, wanted a number above 0")
     if least is not None and value < least:
