@@ -357,8 +357,7 @@ def profile_command(options):
     if options.trace:
         raise ValueError("--trace is for a whole model: --model PATH")
     if options.plot:
-        with open(options.plot, "a"):  # that it cannot be written is told before anything is measured
-            pass
+        _check_writable(options.plot)  # told before anything is measured
     from nbkernels.profiling.profile import profile_operation
 
     _announce_compiling()
@@ -428,6 +427,15 @@ def _say_compiling(name):
     """One line on the terminal that the next one overwrites: the first run on a GPU compiles for some seconds."""
     shown = name.removesuffix("_kernel")
     print(f"\r\033[Kcompiling {shown} (once; kept for the next run)\r", end="", file=sys.stderr, flush=True)
+
+
+def _check_writable(path):
+    """OSError where a file cannot be written. One that is not there yet is not left behind."""
+    there = os.path.exists(path)
+    with open(path, "a"):
+        pass
+    if not there:
+        os.remove(path)
 
 
 def _announce_compiling():

@@ -179,10 +179,12 @@ def test_as_json_and_as_a_picture(name, tmp_path, capsys):
         (["gelu", "--shape", "4x4", "--gpu", "H200", "--plot", "/nowhere/x.svg"], "/nowhere/x.svg"),
     ],
 )
-def test_errors_are_one_line(arguments, said, capsys):
+def test_errors_are_one_line(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["profile", *arguments]) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "a picture that was not drawn leaves no file"
 
 
 def test_names_of_operations_are_asked_for_by_value():
