@@ -336,8 +336,8 @@ def matmul_stream_kernel(
     @cuda.jit(device=True, inline="always")
     def prefetch_scales(scales, scale_stride, tile, k, columns, lane):
         """The scales of a unit on their way too: the warps ask for them only a step before they need them."""
-        for i in range(tile_n // 32):
-            row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(32 * i) + lane), columns - uint32(1))
+        for i in range(-(-tile_n // ptx.WARP)):
+            row = min(uint32(uint32(tile * uint32(tile_n)) + uint32(ptx.WARP * i) + lane), columns - uint32(1))
             ptx.prefetch_l2(ptx.address(scales, int64(row) * scale_stride + int64(uint32(k // uint32(group_size)))))
 
     @cuda.jit(device=True, inline="always")
