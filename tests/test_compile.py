@@ -129,6 +129,20 @@ def test_a_kernel_compiles_without_line_information(folder, monkeypatch):
     assert instructions(without) == instructions(with_lines)
 
 
+def test_a_refused_program_is_told_with_the_compiler_s_words(folder, monkeypatch):
+    plain = compiling._lower
+
+    def damaged(*arguments):
+        lowered = plain(*arguments)
+        return lowered | {"ir": [text.replace("ret void", "ret nothing") for text in lowered["ir"]]}
+
+    monkeypatch.setattr(compiling, "_lower", damaged)
+    with pytest.raises(Exception, match="INVALID_IR") as caught:
+        compiling.ptx(FACTORY, CONSTANTS, "sm_80")
+    (note,) = caught.value.__notes__
+    assert "advance for sm_80" in note and "ret nothing" in note
+
+
 def test_setmaxnreg_counts(folder):
     """As a part of a program nvJitLink would ignore it; then this kernel's wgmma would lack registers and be serialised."""
     kernel = attention_wgmma.attention_wgmma_kernel

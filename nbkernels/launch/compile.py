@@ -111,13 +111,34 @@ def _translate(factory, constants, arch):
     try:
         text = translate(lowered["ir"])
     except Exception:
-        text = translate(_without_lines(lowered["ir"]))  # an error of the kernel itself is raised here again
+        modules = _without_lines(lowered["ir"])
+        try:
+            text = translate(modules)
+        except Exception as error:  # of the kernel itself
+            error.add_note(f"{lowered['name']} for {arch}: {_complaint(modules, target)}")
+            raise
     if not _labels_stand(text):
         text = translate(_without_lines(lowered["ir"]))
     # the entry gets the function's own name, in place of a mangled one that holds its types
     name = lowered["name"]
     text = _with_maps_by_value(text.replace(entry_name(text), name), name, lowered["maps"])
     return _with_cluster(text, name, lowered["cluster"])
+
+
+def _complaint(modules, target):
+    """What NVVM says against a program that it refuses: numba-cuda raises the error before it has read that."""
+    from numba.cuda.cudadrv import nvvm
+
+    for text in map(nvvm.llvm_replace, modules):
+        unit = nvvm.CompilationUnit({"arch": target})
+        try:
+            unit.add_module(text.encode())
+            unit.verify()
+        except Exception:
+            said = unit.get_log().strip()
+            place = re.search(r"\((\d+), \d+\)", said)
+            return said + (f": {text.splitlines()[int(place[1]) - 1].strip()}" if place else "")
+    return "NVVM accepts each of its modules when it is asked again"
 
 
 def _lowered(factory, constants):
