@@ -1,5 +1,6 @@
 """Kernels compile without a GPU for any architecture, and what was compiled is kept, checked, and made again when it must be."""
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 from numba.cuda.cudadrv import nvrtc
 
-from nbkernels.kernels import advance, attention_wgmma, embedding
+from nbkernels.kernels import advance, attention_wgmma, embedding, rotary
 from nbkernels.launch import compile as compiling
 
 FACTORY, CONSTANTS = advance.advance_kernel, ()
@@ -98,11 +99,6 @@ def test_two_processes_at_once(tmp_path):
     assert not list((tmp_path / "kernels").glob("tmp*")), "nothing half-written is left"
 
 
-def test_a_branch_to_a_dropped_label_is_seen():
-    assert compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_1;\n")
-    assert not compiling._labels_stand("$L__BB0_1:\n@%p1 bra \t$L__BB0_2;\n")
-
-
 def test_python_is_lowered_once_for_all_architectures(folder, monkeypatch):
     first = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
 
@@ -114,19 +110,16 @@ def test_python_is_lowered_once_for_all_architectures(folder, monkeypatch):
     assert first.replace("sm_80", "sm_90a") == second
 
 
-def test_a_kernel_compiles_without_line_information(folder, monkeypatch):
-    with_lines = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
-    compiling.ptx.cache_clear()
-    for path in folder.glob("*.ptx"):
-        path.unlink()
-    monkeypatch.setattr(compiling, "_labels_stand", lambda text: ".loc" not in text)
-    without = compiling.ptx(FACTORY, CONSTANTS, "sm_80")
-    assert ".loc" not in without
-
-    def instructions(text):
-        return [line.strip() for line in text.splitlines() if line.startswith("\t") and not line.startswith("\t.")]
-
-    assert instructions(without) == instructions(with_lines)
+def test_every_instruction_of_a_kernel_names_its_line(folder):
+    """Also of a kernel whose variables NVVM 13 stumbles over; no variable of Python's is described."""
+    kernel = rotary.rotary_append_kernel
+    constants = (np.dtype(np.float16), 64, 32, 8, 64, False)
+    assert not any(re.search("llvm.dbg.(value|declare)", text) for text in compiling._lowered(kernel, constants)["ir"])
+    text = compiling.ptx(kernel, constants, "sm_90a")
+    files = dict(re.findall(r'\.file\s+(\d+) "([^"]+)"', text))
+    lines = {(files[file], int(line)) for file, line in re.findall(r"\.loc\s+(\d+) (\d+)", text)}
+    assert len(lines) > 20
+    assert any(path.endswith("kernels/rotary.py") for path, _ in lines)
 
 
 def test_a_refused_program_is_told_with_the_compiler_s_words(folder, monkeypatch):
@@ -140,7 +133,7 @@ def test_a_refused_program_is_told_with_the_compiler_s_words(folder, monkeypatch
     with pytest.raises(Exception, match="INVALID_IR") as caught:
         compiling.ptx(FACTORY, CONSTANTS, "sm_80")
     (note,) = caught.value.__notes__
-    assert "advance for sm_80" in note and "ret nothing" in note
+    assert "advance for compute_80" in note and "ret nothing" in note
 
 
 def test_setmaxnreg_counts(folder):

@@ -227,7 +227,8 @@ def _blank(match):
     return text if text[0] == '"' else re.sub(r"[^\n]", " ", text)
 
 
-@lru_cache(maxsize=256)
+# a large kernel takes tens of megabytes; a model has some twenty
+@lru_cache(maxsize=32)
 def parse(text):
     """The Module of a PTX text. PtxError names the line that cannot be read."""
     return _Parser(text).module()

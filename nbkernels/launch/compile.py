@@ -78,7 +78,7 @@ def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbkernels"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def ptx(factory, constants, arch, early=False):
     """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a", from the disk where it is kept. No GPU.
 
@@ -91,7 +91,7 @@ def ptx(factory, constants, arch, early=False):
 def _translate(factory, constants, arch):
     """LLVM IR -> PTX, through NVVM."""
     from cuda.pathfinder import DynamicLibNotFoundError
-    from numba.cuda.cudadrv import nvrtc, nvvm
+    from numba.cuda.cudadrv import nvrtc
 
     lowered = _lowered(factory, constants)
     if lowered["cluster"] > 1 and parse_arch(arch)[:2] < OLDEST_CLUSTER_ARCH:
@@ -103,30 +103,26 @@ def _translate(factory, constants, arch):
     except DynamicLibNotFoundError as error:
         raise CompilerMissing(NO_COMPILER) from error
 
-    def translate(ir):
-        text = nvvm.compile_ir(ir, arch=target, opt=3, fastmath=lowered["fastmath"])
-        return text.decode().strip("\0").strip()
-
-    # NVVM 13 fails on some sound programs when it has to keep line information: it refuses them, or drops a label
-    try:
-        text = translate(lowered["ir"])
-    except Exception:
-        modules = _without_lines(lowered["ir"])
-        try:
-            text = translate(modules)
-        except Exception as error:  # of the kernel itself
-            error.add_note(f"{lowered['name']} for {arch}: {_complaint(modules, target)}")
-            raise
-    if not _labels_stand(text):
-        text = translate(_without_lines(lowered["ir"]))
+    text = _through_nvvm(lowered, lowered["ir"], target).decode().strip("\0").strip()
     # the entry gets the function's own name, in place of a mangled one that holds its types
     name = lowered["name"]
     text = _with_maps_by_value(text.replace(entry_name(text), name), name, lowered["maps"])
     return _with_cluster(text, name, lowered["cluster"])
 
 
+def _through_nvvm(lowered, modules, target, **options):
+    """What NVVM makes of the modules of a ``_lowered`` kernel. An error has a note of what NVVM says against them."""
+    from numba.cuda.cudadrv import nvvm
+
+    try:
+        return nvvm.compile_ir(modules, arch=target, opt=3, fastmath=lowered["fastmath"], **options)
+    except Exception as error:
+        error.add_note(f"{lowered['name']} for {target}: {_complaint(modules, target)}")
+        raise
+
+
 def _complaint(modules, target):
-    """What NVVM says against a program that it refuses: numba-cuda raises the error before it has read that."""
+    """NVVM's words, which numba-cuda's error leaves out, with the line that they are about where there is one."""
     from numba.cuda.cudadrv import nvvm
 
     for text in map(nvvm.llvm_replace, modules):
@@ -134,11 +130,12 @@ def _complaint(modules, target):
         try:
             unit.add_module(text.encode())
             unit.verify()
+            unit.compile()
         except Exception:
             said = unit.get_log().strip()
             place = re.search(r"\((\d+), \d+\)", said)
             return said + (f": {text.splitlines()[int(place[1]) - 1].strip()}" if place else "")
-    return "NVVM accepts each of its modules when it is asked again"
+    return "NVVM takes each of its modules when it is asked again"
 
 
 def _lowered(factory, constants):
@@ -172,7 +169,7 @@ def _lower(factory, constants):
                 cc=OLDEST_ARCH,
                 launch_bounds=source.launch_bounds,
             )
-            ir = library.llvm_strs
+            ir = [_without_variables(text) for text in library.llvm_strs]
     finally:
         if collecting:
             gc.enable()
@@ -217,12 +214,13 @@ def _lines_of_inlined_functions():
         Lower.notify_loc = plain_notify
 
 
-def _without_lines(modules):
-    """LLVM IR whose instructions don't say which line they come from."""
-    said = re.compile(
-        r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n|^!llvm\.dbg\.cu = .*\n| ?,? !dbg !\d+", re.MULTILINE
-    )
-    return [said.sub("", text) for text in modules]
+def _without_variables(text):
+    """LLVM IR that says of no instruction which of Python's variables it sets; the lines that instructions come from stay.
+
+    Nothing reads the variables, and NVVM 13 fails on some programs because of them ("symbol name with unsupported characters"),
+    drops labels of others, and keeps instructions in others that nobody needs.
+    """
+    return re.sub(r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n", "", text, flags=re.MULTILINE)
 
 
 def _with_maps_by_value(text, kernel_name, maps):
@@ -246,7 +244,7 @@ def _link(factory, constants, arch):
     count; without the registers it then serialises wgmma. LLVM IR it compiles as a whole program.
     """
     from cuda.core import Linker, LinkerOptions, ObjectCode
-    from numba.cuda.cudadrv import nvrtc, nvvm
+    from numba.cuda.cudadrv import nvrtc
 
     lowered = _lowered(factory, constants)
     if lowered["cluster"] > 1:
@@ -255,14 +253,8 @@ def _link(factory, constants, arch):
     ir = [_ir_with_maps_by_value(text, lowered["name"], lowered["maps"]) for text in lowered["ir"]]
     options = LinkerOptions(arch=arch, lineinfo=True, link_time_optimization=True)
 
-    def translate(ir):
-        object_code = nvvm.compile_ir(ir, arch=target, opt=3, fastmath=lowered["fastmath"], **{"gen-lto": None})
-        return Linker(ObjectCode.from_ltoir(object_code), options=options).link("cubin").code
-
-    try:
-        return translate(ir)
-    except Exception:  # as in _translate
-        return translate([_without_lines([text])[0] for text in ir])
+    object_code = _through_nvvm(lowered, ir, target, **{"gen-lto": None})
+    return Linker(ObjectCode.from_ltoir(object_code), options=options).link("cubin").code
 
 
 def _ir_with_maps_by_value(text, kernel_name, maps):
@@ -317,11 +309,6 @@ def _with_wait(text):
 def waits(text):
     """Whether a kernel in PTX waits for the kernel before it, and so may start before that one has ended."""
     return "griddepcontrol.wait" in text
-
-
-def _labels_stand(text):
-    """Whether every label that a branch names is in the text."""
-    return set(re.findall(r"bra(?:\.uni)?\s+(\$\w+);", text)) <= set(re.findall(r"^(\$\w+):", text, re.MULTILINE))
 
 
 def entry_name(text):
