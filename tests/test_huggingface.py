@@ -364,6 +364,15 @@ def test_convert_keeps_every_bit(tmp_path, name, quantize):
     )
 
 
+def test_writing_tells_how_far_it_is(tmp_path):
+    from nbkernels.model import saved
+
+    model = nbk.load(family_models.write_folder(tmp_path / "m", family_models.load_recording("llama")), device="cpu")
+    shares = []
+    saved.save(model, tmp_path / "out", quantize=None, progress=shares.append)
+    assert len(shares) > 10 and shares == sorted(shares) and shares[0] > 0 and shares[-1] == 1
+
+
 def test_a_damaged_int8_file_is_told(tmp_path, capsys):
     folder, out = family_models.write_folder(tmp_path / "m", family_models.load_recording("gpt2")), tmp_path / "out"
     assert main(["convert", str(folder), str(out), "--quantize", "int8", "--device", "cpu"]) == 0

@@ -11,6 +11,7 @@ from nbkernels.model.config import CheckpointError
 from nbkernels.model.generation import LanguageModel
 from nbkernels.model.gguf_reader import MAGIC, GGUFCheckpoint
 from nbkernels.model.huggingface_reader import CONVERT, HuggingFaceCheckpoint, read_json
+from nbkernels.model.progress import progress_bar
 from nbkernels.model.saved import MODEL_TYPE, SavedCheckpoint, load_saved
 from nbkernels.model.tokenizer import tokenizer_from_gguf, tokenizer_from_huggingface
 from nbkernels.model.transformer import QUANTIZATIONS, load_transformer
@@ -40,7 +41,7 @@ def load(path, *, device="auto", dtype=None, quantize=None, progress=None):
             if isinstance(checkpoint, SavedCheckpoint) and quantize not in (None, checkpoint.quantize):
                 raise CheckpointError(f"quantize: {quantize!r} for weights that are kept as {checkpoint.quantize!r}")
             tokenizer = read_tokenizer(checkpoint)
-        with naming(path), _progress_bar(progress, checkpoint) as report:
+        with naming(path), progress_bar(f"loading {checkpoint.path.name}", progress) as report:
             if isinstance(checkpoint, SavedCheckpoint):
                 transformer = load_saved(checkpoint, dtype=activations, progress=report)
             else:
@@ -99,32 +100,3 @@ def read_tokenizer(checkpoint):
             f"a vocabulary of {len(tokenizer)} tokens for an embedding of {checkpoint.config.vocab} rows"
         )
     return tokenizer
-
-
-class _progress_bar:
-    """A context that gives the function to report progress to: the caller's own, or a bar on a terminal."""
-
-    def __init__(self, progress, checkpoint):
-        self.progress = progress
-        self.name = checkpoint.path.name
-        self.bar = None
-
-    def __enter__(self):
-        import sys
-
-        if self.progress is not None:
-            return self.progress
-        if not sys.stderr.isatty():
-            return lambda share: None
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self.bar.start()
-        task = self.bar.add_task(f"loading {self.name}", total=1.0)
-        return lambda share: self.bar.update(task, completed=share)
-
-    def __exit__(self, *_):
-        if self.bar is not None:
-            self.bar.stop()

@@ -23,6 +23,7 @@ from nbkernels.model.checkpoint import check_finite
 from nbkernels.model.config import CheckpointError, ModelConfig, Rotary
 from nbkernels.model.families import FAMILIES, KEYS, OF_MODEL
 from nbkernels.model.huggingface_reader import DTYPES, WEIGHTS, TokenizerFiles, find_tensors, read_json
+from nbkernels.model.progress import progress_bar
 from nbkernels.model.transformer import QUANTIZATIONS, Layer, Transformer, Weights
 
 MODEL_TYPE, VERSION = "nbkernels", 1
@@ -30,7 +31,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")  # families that write_huggingface knows
 
 
-def write_safetensors(path, entries):
+def write_safetensors(path, entries, progress=lambda share: None):
     """Write a safetensors file, a tensor at a time. entries: (name, shape, dtype, function that gives the array)."""
     # wide elements first: each tensor then starts at a multiple of its element's size
     entries = sorted(entries, key=lambda entry: -entry[2].itemsize)
@@ -43,8 +44,9 @@ def write_safetensors(path, entries):
     text += b" " * (-(len(text) + 8) % 64)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, _, dtype, array in entries:
+        for name, _, dtype, array in entries:
             np.ascontiguousarray(array(), dtype).tofile(file)
+            progress(header[name]["data_offsets"][1] / max(1, at))
 
 
 def _write_tokenizer(folder, tokenizer, chat_template):
@@ -89,8 +91,11 @@ def _named(transformer):
                 yield f"{name}.bias", weights.bias
 
 
-def save(model, path, *, quantize):
-    """Write a LanguageModel into a new folder; quantize: as it was loaded. FileExistsError where the folder is not empty."""
+def save(model, path, *, quantize, progress=None):
+    """Write a LanguageModel into a new folder; quantize: as it was loaded; progress: as of ``load``.
+
+    FileExistsError where the folder is not empty.
+    """
     folder = _empty_folder(path)
     entries = []
     for name, array in _named(model.transformer):
@@ -99,8 +104,8 @@ def save(model, path, *, quantize):
             entries.append(
                 (name + suffix, tuple(part.shape), np.dtype(part.dtype), lambda part=part: backend.fetch(part))
             )
-    with model.on_device():
-        write_safetensors(folder / WEIGHTS, entries)
+    with model.on_device(), progress_bar(f"writing {folder.name}", progress) as report:
+        write_safetensors(folder / WEIGHTS, entries, report)
     described = {"model_type": MODEL_TYPE, "version": VERSION, "quantize": quantize, "config": asdict(model.config)}
     (folder / "config.json").write_text(json.dumps(described, indent=1))
     _write_tokenizer(folder, model.tokenizer, model.chat_template)
@@ -263,10 +268,10 @@ def load_saved(checkpoint, *, dtype, progress):
 # ---- Hugging Face folders ------------------------------------------------------------------------------------------------
 
 
-def write_huggingface(checkpoint, tokenizer, path, *, dtype):
+def write_huggingface(checkpoint, tokenizer, path, *, dtype, progress=None):
     """Write a Checkpoint as a Hugging Face folder with tensors of a dtype; of the PLAIN families without rotary scaling.
 
-    CheckpointError for others, FileExistsError where the folder is not empty.
+    progress: as of ``load``. CheckpointError for others, FileExistsError where the folder is not empty.
     """
     if isinstance(checkpoint, SavedCheckpoint):
         raise CheckpointError("written by nbkernels convert already, its matrices joined: convert the original")
@@ -289,7 +294,8 @@ def write_huggingface(checkpoint, tokenizer, path, *, dtype):
                 shape = checkpoint.shapes[checkpoint.name_of(part, layer, kind)]
                 read = lambda part=part, layer=layer, kind=kind: checkpoint.tensor(part, layer, kind)  # noqa: E731
                 entries.append((f"{name.format(layer)}.{kind}", tuple(shape), dtype, read))
-    write_safetensors(folder / WEIGHTS, entries)
+    with progress_bar(f"writing {folder.name}", progress) as report:
+        write_safetensors(folder / WEIGHTS, entries, report)
     described = {family.keys.get(name, key): getattr(config, name) for name, key in KEYS.items()}
     described |= {
         "model_type": config.architecture,
