@@ -168,6 +168,13 @@ def add_serve_command(commands):
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=_port, default=8000, metavar="N", help="default: 8000")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer to this name too, such as a proxy's (default: to loopback's names on loopback, elsewhere to any)",
+    )
     parser.add_argument("--name", help="what clients call the model (default: the file's name)")
     add_load_arguments(parser)
     parser.add_argument(
@@ -214,7 +221,7 @@ def serve_command(options):
     names = ("max_batch", "max_queue", "max_prompt", "prefill_tokens", "context", "cache_dtype")
     engine = Engine(model, **{name: getattr(options, name) for name in names})
     name = options.name or os.path.basename(os.path.normpath(path))
-    serve(engine, name=name, host=options.host, port=options.port)
+    serve(engine, name=name, host=options.host, port=options.port, allowed_hosts=options.allow_host)
     return 0
 
 

@@ -9,19 +9,23 @@ Streams are server-sent events. What a request asks for that is not had is refus
 silence:
 
     400 what is wrong with the call · 404 another model or path · 405, 415 not a POST of JSON · 408, 413 too slow or too large
-    a body · 429 a full queue · 500 the text could not be completed · 503 the server shuts down, or has failed before
+    a body · 421 a name that is not this server's · 429 a full queue · 500 the text could not be completed · 503 the server
+    shuts down, or has failed before
 
 A client that leaves cancels its requests. When the process is told to end, nobody new is let in, texts have GRACE_S seconds to
 be completed, and the rest end with an error object. There is neither a password nor encryption: it is meant for loopback, or to
-stand behind something that has both.
+stand behind something that has both. On loopback it answers to loopback's names alone, so that no page in a browser comes in
+whose own name was made to point there ("DNS rebinding").
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import time
 import uuid
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -40,6 +44,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; a chat
 MOST_PROMPTS = 64  # in one call for completions
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256  # of each: a text is held against the beginnings of all
 MOST_SHOWN = 500  # characters of an error message
+LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 GRACE_S = 10  # for texts under way when the process is told to end
 LOG = logging.getLogger(__name__)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -93,8 +98,45 @@ class ClientLeft(Exception):
     """The connection was closed before the answer was complete."""
 
 
-def create_app(engine, name, *, max_body_bytes=MAX_BODY_BYTES):
-    """The ASGI application of an Engine, whose thread runs while the application does; name: what its model is called."""
+class OnlyNamed:
+    """An ASGI application that answers where a request's Host header is one of some names, with any port."""
+
+    def __init__(self, app, names):
+        self.app = app
+        self.names = frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if _host_name(given) not in self.names:
+                wrong = RequestError(421, f"host {given!r} is not this server: nbkernels serve --allow-host lets it be")
+                await JSONResponse(wrong.body, wrong.status)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def _host_name(host):
+    """The name in a Host header, without its port, or None."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:  # brackets that don't close
+        return None
+
+
+def names_of(host, allowed=()):
+    """The names that a server answers to which listens at a host: loopback's own and the allowed ones, else None for any."""
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host in LOOPBACK
+    return {*LOOPBACK, host, *allowed} if loopback or allowed else None
+
+
+def create_app(engine, name, *, max_body_bytes=MAX_BODY_BYTES, hosts=None):
+    """The ASGI application of an Engine, whose thread runs while the application does.
+
+    name: what its model is called; hosts: the names that requests may have in their Host header (default: any).
+    """
     service = Service(engine, name, max_body_bytes)
 
     @contextlib.asynccontextmanager
@@ -120,20 +162,22 @@ def create_app(engine, name, *, max_body_bytes=MAX_BODY_BYTES):
     }
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
     app.router.redirect_slashes = False  # to where the caller's Host points
-    return app
+    return app if hosts is None else OnlyNamed(app, hosts)
 
 
-def serve(engine, *, name, host="127.0.0.1", port=8000):
-    """Serve an Engine's model until the process is told to end, by SIGINT or SIGTERM."""
-    Server(engine, name, host=host, port=port, log_level="info", access_log=False).run()
+def serve(engine, *, name, host="127.0.0.1", port=8000, allowed_hosts=()):
+    """Serve an Engine's model until the process is told to end, by SIGINT or SIGTERM; allowed_hosts: as of ``names_of``."""
+    hosts = names_of(host, allowed_hosts)
+    Server(engine, name, hosts=hosts, host=host, port=port, log_level="info", access_log=False).run()
 
 
 class Server(uvicorn.Server):
     """uvicorn with an Engine's model; options: of its Config. Texts have ``grace_s`` seconds once it is told to end."""
 
-    def __init__(self, engine, name, *, grace_s=GRACE_S, **options):
+    def __init__(self, engine, name, *, grace_s=GRACE_S, hosts=None, **options):
+        app = create_app(engine, name, hosts=hosts)
         # uvicorn's own limit cuts off in silence, and comes after ours
-        super().__init__(uvicorn.Config(create_app(engine, name), timeout_graceful_shutdown=grace_s + 10, **options))
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=grace_s + 10, **options))
         self.engine = engine
         self.grace_s = grace_s
 

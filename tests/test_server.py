@@ -36,7 +36,8 @@ class Served:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self.server = Server(self.engine, "tiny", grace_s=grace_s, log_level="error")
+        hosts = server.names_of("127.0.0.1", ("models.example.org",))
+        self.server = Server(self.engine, "tiny", grace_s=grace_s, hosts=hosts, log_level="error")
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
         while not self.server.started:
@@ -85,6 +86,24 @@ def test_models(client):
     assert client.models.retrieve("tiny").owned_by == "nbkernels"
     with pytest.raises(openai.NotFoundError, match="other"):
         client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST", "Models.example.org"])
+def test_names_it_answers_to(served, host):
+    assert served.http.get("/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "127.0.0.1.evil.example", "localhost@evil.example", "[::1", ""])
+def test_names_it_does_not_answer_to(served, host):
+    body = {"model": "tiny", "prompt": "the fox", "max_tokens": 1}
+    answer = served.http.post("/v1/completions", json=body, headers={"Host": host})
+    assert answer.status_code == 421 and "--allow-host" in answer.json()["error"]["message"]
+
+
+def test_whom_it_answers_where_it_listens():
+    assert server.names_of("127.0.0.2") == {"127.0.0.1", "localhost", "::1", "127.0.0.2"}
+    assert server.names_of("0.0.0.0") is None and server.names_of("gpu-box") is None
+    assert server.names_of("0.0.0.0", ["gpu-box"]) >= {"gpu-box", "localhost"} - {"evil.example"}
 
 
 def test_a_completion(served, client):
@@ -370,7 +389,7 @@ def test_a_client_that_leaves_within_its_body(served, client):
     """Nothing was asked for yet, and nothing stays of it."""
     for body in (b'{"model": "tiny", ', b""):
         with socket.create_connection(served.url.removeprefix("http://").split(":")) as half:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
             half.sendall(head + body)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
     assert served.http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
@@ -382,7 +401,7 @@ def test_a_body_that_drips(model, monkeypatch, caplog, ending):
     monkeypatch.setattr(server, "BODY_S", 0.4)
     served = Served(model, grace_s=0.1)
     with socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=10) as slow:
-        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         slow.sendall(b"Content-Length: 999\r\n\r\n{")
         began, answer = time.monotonic(), b""
         time.sleep(0.1)
@@ -404,7 +423,7 @@ def test_a_client_that_does_not_read_when_the_server_ends(model, monkeypatch, ca
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", int(served.url.rpartition(":")[2])))
-        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        deaf.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         deaf.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert deaf.recv(1)
         assert served.settled(), "its texts are written all the same"
@@ -417,7 +436,7 @@ def test_many_clients_of_whom_half_leave(model, monkeypatch):
     served = Served(model)
     slow_down(monkeypatch, served, 0.005)
     body = json.dumps({**LONG, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     clients = [socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=60) for _ in range(64)]
     for client in clients:
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
