@@ -389,7 +389,8 @@ def test_a_client_that_leaves_within_its_body(served, client):
     """Nothing was asked for yet, and nothing stays of it."""
     for body in (b'{"model": "tiny", ', b""):
         with socket.create_connection(served.url.removeprefix("http://").split(":")) as half:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head += b"Content-Length: 999\r\n\r\n"
             half.sendall(head + body)
     assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices
     assert served.http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
@@ -436,7 +437,9 @@ def test_many_clients_of_whom_half_leave(model, monkeypatch):
     served = Served(model)
     slow_down(monkeypatch, served, 0.005)
     body = json.dumps({**LONG, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
     clients = [socket.create_connection(served.url.removeprefix("http://").split(":"), timeout=60) for _ in range(64)]
     for client in clients:
         client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
