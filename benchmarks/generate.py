@@ -13,6 +13,7 @@ batch 64"; ``--without torch.compile --without transformers`` leaves the peers o
 demo's model is measured.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -52,6 +53,7 @@ SMOLLM2 = ModelConfig(
 # (name, config, whether the head is the embedding, quantize)
 MODELS = (
     ("Llama-3-8B int8", LLAMA, False, "int8"),
+    ("Llama-3-8B int8-rows", LLAMA, False, "int8-rows"),
     ("Llama-3-8B bf16", LLAMA, False, None),
     ("SmolLM2-135M bf16", SMOLLM2, True, None),
     ("SmolLM2-135M int8", SMOLLM2, True, "int8"),
@@ -349,12 +351,13 @@ def measure_peers(label, names, steps=STEPS):
 
 
 def ratios(rows):
-    """A row for each peer's that has a counterpart of ours: how many times as many tokens a second ours are."""
+    """A row for each of ours that has a peer: how many times as many tokens a second ours are. Peers' int8 has a scale a row."""
     speed = {row["model"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
     found = []
     for label, peers in PEERS.items():
-        for peer in peers:
-            ours, theirs = f"{label}, batch {PEER_STEPS[peer][0]}", f"{label}, {peer}"
+        alike = [name for name, *_ in MODELS if name.startswith(label)]
+        for mine, peer in itertools.product(alike, peers):
+            ours, theirs = f"{mine}, batch {PEER_STEPS[peer][0]}", f"{label}, {peer}"
             if ours in speed and theirs in speed:
                 found.append({"model": f"{ours}, of {peer}", "times": speed[ours] / speed[theirs]})
     return found

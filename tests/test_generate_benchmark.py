@@ -96,12 +96,16 @@ def test_peers_are_chosen_and_left_out(monkeypatch):
 def test_ratios():
     speeds = {
         "Llama-3-8B int8, batch 1": 500.0,
+        "Llama-3-8B int8-rows, batch 1": 600.0,
         "Llama-3-8B int8, torch.compile, batch 1": 200.0,
         "Llama-3-8B int8, batch 64": 9.0,
     }
     rows = [{"model": name, "tokens_per_second": speed} for name, speed in speeds.items()]
-    want = {"model": "Llama-3-8B int8, batch 1, of torch.compile, batch 1", "times": 2.5}
-    assert generate.ratios([*rows, {"model": "Llama-3-8B int8, transformers, batch 64", "failed": "x"}]) == [want]
+    want = [
+        {"model": "Llama-3-8B int8, batch 1, of torch.compile, batch 1", "times": 2.5},
+        {"model": "Llama-3-8B int8-rows, batch 1, of torch.compile, batch 1", "times": 3.0},
+    ]
+    assert generate.ratios([*rows, {"model": "Llama-3-8B int8, transformers, batch 64", "failed": "x"}]) == want
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
