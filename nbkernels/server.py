@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -99,7 +100,10 @@ class ClientLeft(Exception):
 
 
 class OnlyNamed:
-    """An ASGI application that answers where a request's Host header is one of some names, with any port."""
+    """An ASGI application that answers where a request's Host header is one of some names, with any port.
+
+    starlette's TrustedHostMiddleware answers in plain text, not by an error object, and says nothing of what to do.
+    """
 
     def __init__(self, app, names):
         self.app = app
@@ -107,7 +111,7 @@ class OnlyNamed:
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            given = Headers(scope=scope).get("host", "")
             if _host_name(given) not in self.names:
                 wrong = RequestError(421, f"host {given!r} is not this server: nbkernels serve --allow-host lets it be")
                 await JSONResponse(wrong.body, wrong.status)(scope, receive, send)

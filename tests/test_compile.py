@@ -110,8 +110,7 @@ def test_python_is_lowered_once_for_all_architectures(folder, monkeypatch):
     assert first.replace("sm_80", "sm_90a") == second
 
 
-def test_every_instruction_of_a_kernel_names_its_line(folder):
-    """Also of a kernel whose variables NVVM 13 stumbles over; no variable of Python's is described."""
+def test_instructions_name_their_lines_and_no_variables(folder):
     kernel = rotary.rotary_append_kernel
     constants = (np.dtype(np.float16), 64, 32, 8, 64, False)
     assert not any(re.search("llvm.dbg.(value|declare)", text) for text in compiling._lowered(kernel, constants)["ir"])

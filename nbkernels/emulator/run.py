@@ -195,7 +195,7 @@ def _make_checks(machine):
     return Checks(machine, instructions_memory.granules(function), instructions_memory.passes_between_blocks(function))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # as many as ``parse`` keeps
 def _flat(text, name):
     """An entry of a text with its calls inlined."""
     module = parse(text)

@@ -78,7 +78,7 @@ def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbkernels"
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=128)  # texts of up to a megabyte
 def ptx(factory, constants, arch, early=False):
     """The PTX text of ``factory(*constants)`` for an architecture such as "sm_90a", from the disk where it is kept. No GPU.
 
@@ -218,7 +218,7 @@ def _without_variables(text):
     """LLVM IR that says of no instruction which of Python's variables it sets; the lines that instructions come from stay.
 
     Nothing reads the variables, and NVVM 13 fails on some programs because of them ("symbol name with unsupported characters"),
-    drops labels of others, and keeps instructions in others that nobody needs.
+    has dropped labels of programs that had them, and mostly writes more instructions where they are.
     """
     return re.sub(r"^.*@\"?llvm\.dbg\.(?:declare|value)\"?\(.*\n", "", text, flags=re.MULTILINE)
 
