@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
+from numba.cuda.core import ir_utils
 from numba.cuda.cudadrv import nvrtc
 
 from nbkernels.kernels import advance, attention_wgmma, embedding, rotary
@@ -158,3 +159,12 @@ def test_without_the_compiler_s_libraries_it_says_what_to_install(folder, monkey
     monkeypatch.setattr(nvrtc, "get_arch_option", missing)
     with pytest.raises(compiling.CompilerMissing, match=r"nbkernels\[learn\]"):
         compiling.ptx(FACTORY, CONSTANTS, "sm_86")
+
+
+def test_labels_stay_short_however_many_kernels_were_compiled(folder):
+    """Numba's count of labels goes on from kernel to kernel; NVVM cuts a name of thousands of digits and then misses it."""
+    kernel, constants = rotary.rotary_append_kernel, (np.dtype(np.float16), 64, 32, 8, 64, False)
+    ir_utils._the_max_label.update(10**4000)
+    (text, *_) = compiling._lower(kernel, constants)["ir"]
+    labels = re.findall(r"^B(\d+)", text, re.MULTILINE)
+    assert len(labels) > 20 and max(map(len, labels)) < 12

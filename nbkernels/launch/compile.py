@@ -152,6 +152,7 @@ def _lower(factory, constants):
         announce(factory.__name__)
     from numba import types
     from numba.cuda import compiler
+    from numba.cuda.core import ir_utils
 
     source = factory(*constants)
     # a million objects are made and few of them die: looking for circles among them takes a seventh of the time
@@ -159,6 +160,9 @@ def _lower(factory, constants):
     gc.disable()
     try:
         with compiler.global_compiler_lock, _lines_of_inlined_functions():
+            # Numba counts its blocks' labels on from one kernel to the next, and doubles the count where inlined functions
+            # inline others: some 500 kernels later a label has more digits than NVVM reads
+            ir_utils._the_max_label._value = 0
             library, _ = compiler._compile_pyfunc_with_fixup(
                 source.function,
                 types.void(*(types.Omitted(None) if p is None else p for p in source.parameters)),
