@@ -170,10 +170,23 @@ def random_ids(config, count, seed):
 
 
 def batch_1(model, speeds, context=512, steps=STEPS):
-    """Tokens a second of one sequence, as ``generate`` makes them, and without the host's part."""
+    """Tokens a second of one sequence, as ``generate`` makes them, and without the host's part.
+
+    Where all layers are one launch, also those of a step with a launch an operation.
+    """
+    row, together = _lone_row(model, speeds, context, steps, one_launch=True)
+    if together:
+        apart, _ = _lone_row(model, speeds, context, steps, one_launch=False)
+        kept = ("tokens_per_second", "step_ms", "replay_ms", "kernels_of_replay")
+        row |= {f"{name}, a launch an operation": apart[name] for name in kept if name in apart}
+    return row
+
+
+def _lone_row(model, speeds, context, steps, one_launch):
+    """(``decode_row`` of one sequence, whether its layers are one launch)."""
     transformer = model.transformer
     with model.on_device():
-        session = Session(transformer, context + 6 * steps)
+        session = Session(transformer, context + 6 * steps, one_launch=one_launch)
         ops.argmax(session.start(random_ids(transformer.config, context - steps // 2, 0)), out=session.token)
         session.post()
 
@@ -187,7 +200,7 @@ def batch_1(model, speeds, context=512, steps=STEPS):
         if on_gpu(model):
             replay = timed(session.extend, steps, finish=lambda: backend.fetch(session.logits))
             kernels = kernel_seconds(session.extend)
-    return decode_row(transformer, 1, context, seconds, replay, kernels, speeds)
+    return decode_row(transformer, 1, context, seconds, replay, kernels, speeds), session.together is not None
 
 
 def batch_64(model, speeds, context=1024, steps=STEPS_64, rows=64, chunk=8192):

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 from compare import BOUND, poisoned, random, relative_error, to_device, to_host
+from decoder_model import EPS, Model
 
 import nbkernels as nbk
 from nbkernels import reference
 from nbkernels.arrays import Int8Weight
+from nbkernels.ops import decoder_layers
 
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 # float32 results of approximate functions, whose error is 2^-22 or so; a 16-bit result then seldom rounds the other way
@@ -53,6 +55,22 @@ def case(name, bound, gpu_bound, want):
         return call
 
     return decorate
+
+
+def _decoder():
+    """A layer whose products are as large as they must be, and a token behind a first split of keys."""
+    model = Model(BF16, None, layers=1, heads=32, kv_heads=8, hidden=1024, feed_forward=2048)
+    return model, *model.at(530)
+
+
+# as many roundings to bfloat16 one behind the other as there are operations
+@case("decoder_layers", 2 * BOUND[BF16], 1e-2, lambda: [_decoder()[0].exact(*_decoder()[1:])])
+def a_token_through_a_layer():
+    model, positions, lengths = _decoder()
+    layers = decoder_layers(model.layers, dtype=BF16, eps=EPS, **model.sizes)
+    if layers is None:  # not this architecture's
+        return [model.one_by_one(positions, lengths)]
+    return [to_host(layers(model.x, model.cos, model.sin, positions, lengths, model.block_table))]
 
 
 def wide(*arrays):

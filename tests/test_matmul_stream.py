@@ -20,8 +20,8 @@ BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 @pytest.fixture(params=["sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
 def hopper(request, monkeypatch):
     """The emulator as sm_90a, or a GPU that is one; the kernel is chosen for weights of any size."""
-    for threshold in ("STREAM_BYTES", "STREAM_DEPTH", "FEW_ROWS"):
-        monkeypatch.setattr(matmul, threshold, 0)
+    for threshold in ("LEAST_BYTES", "LEAST_DEPTH"):
+        monkeypatch.setattr(matmul_stream, threshold, 0)
     matmul.plan.cache_clear()
     if request.param == "cuda":
         try:

@@ -23,8 +23,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 @pytest.fixture(params=["sm_90a", pytest.param("cuda", marks=pytest.mark.gpu)])
 def on(request, monkeypatch):
     """The emulator as sm_90a, or the GPU; weights of any size stream."""
-    for threshold in ("STREAM_BYTES", "STREAM_DEPTH", "FEW_ROWS"):
-        monkeypatch.setattr(matmul, threshold, 0)
+    for threshold in ("LEAST_BYTES", "LEAST_DEPTH"):
+        monkeypatch.setattr(matmul_stream, threshold, 0)
     matmul.plan.cache_clear()
     chosen = nbk.device("cuda") if request.param == "cuda" else nbk.device("emulator", arch=request.param)
     with chosen as found:
@@ -96,8 +96,8 @@ def test_products(on, rows, columns, depth, group_size):
 
 
 def test_a_weight_made_inside_is_reported(monkeypatch):
-    for threshold in ("STREAM_BYTES", "STREAM_DEPTH", "FEW_ROWS"):
-        monkeypatch.setattr(matmul, threshold, 0)
+    for threshold in ("LEAST_BYTES", "LEAST_DEPTH"):
+        monkeypatch.setattr(matmul_stream, threshold, 0)
     matmul.plan.cache_clear()
     with nbk.device("emulator", arch="sm_90a"):
         x = to_device(random((3, 256), BF16, 1))

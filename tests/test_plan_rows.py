@@ -26,8 +26,8 @@ BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 @pytest.fixture
 def streamed(monkeypatch):
     """Small weights count as large."""
-    for name in ("STREAM_BYTES", "STREAM_DEPTH", "FEW_ROWS"):
-        monkeypatch.setattr(matmul, name, 1)
+    for name in ("LEAST_BYTES", "LEAST_DEPTH"):
+        monkeypatch.setattr(matmul_stream, name, 1)
     monkeypatch.setattr(matmul_stream_int8, "LEAST_BYTES", 1)
     matmul.plan.cache_clear()
     yield

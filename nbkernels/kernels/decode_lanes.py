@@ -136,7 +136,16 @@ def decode_lanes_kernel(
         v_factors = cuda.local.array(unroll, float32)
 
         batch, kv_head, tile, split, count, first_key, end_key, _, _ = task(
-            kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
+            uint32(cuda.blockIdx.x),
+            uint32(cuda.blockIdx.y),
+            int64(uint32(cuda.blockIdx.z)),
+            kv_lengths,
+            q_len,
+            kv_len,
+            group,
+            row_tiles,
+            window,
+            first_split,
         )
         split_start = int32(split * uint32(split_keys))
         begin = max(split_start, first_key)

@@ -54,6 +54,12 @@ def state_floats(rows, head_dim):
     return vectors_at(rows) + rows * row_floats(head_dim)
 
 
+@cuda.jit(device=True, inline="always")
+def meet_all():
+    """All threads of a block meet."""
+    cuda.syncthreads()
+
+
 @cache
 def sight_function(causal, windowed):
     """sight(token, q_len, count, window) -> (first, last): the query token sees keys first to last - 1 of a sequence's count."""
@@ -83,13 +89,11 @@ def task_function(rows, causal, windowed, has_lengths):
     sight = sight_function(causal, windowed)
 
     @cuda.jit(device=True, inline="always")
-    def task(kv_lengths, q_len, kv_len, group, row_tiles, window, first_split):
-        head_tile = uint32(cuda.blockIdx.x)
+    def task(head_tile, block_split, batch, kv_lengths, q_len, kv_len, group, row_tiles, window, first_split):
         kv_head, tile = head_tile, uint32(0)
         if row_tiles > uint32(1):
             kv_head, tile = uint32(head_tile // row_tiles), uint32(head_tile % row_tiles)
-        split = uint32(first_split + uint32(cuda.blockIdx.y))
-        batch = int64(uint32(cuda.blockIdx.z))
+        split = uint32(first_split + block_split)
         count = kv_len
         if has_lengths:
             count = min(max(kv_lengths[batch], int32(0)), kv_len)
@@ -106,14 +110,15 @@ def task_function(rows, causal, windowed, has_lengths):
 
 
 @cache
-def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_sinks, partial_only):
+def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_sinks, partial_only, meet=meet_all):
     """(span, leave, climb): see ``span``; leave(states, …) makes a partial result of a split, or the result where it is alone, of
     the warps' states; climb(flag, …) counts so many of them, and merges as the file's text says.
 
     states, flag: shared addresses of the first warp's state (``state_floats``, the next warp's warp_bytes further) and of a word.
     vectors [query rows, places, head_dim] and weights [query rows, places, 2] (reference, sum), the places of a row in the order
     of the levels; counters [batch, kv_heads, row tiles, places above the splits], zero before and after. partial_only: of a
-    prefix, whose splits are merged as far as their groups are whole; what follows each sequence has in its own way.
+    prefix, whose splits are merged as far as their groups are whole; what follows each sequence has in its own way. meet(): the
+    barrier of the warps.
     """
     _, to_storage = conversions(dtype)
     width = 4 if head_dim % 4 == 0 else 1
@@ -222,7 +227,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
         x = cuda.local.array(elements, float32)
         warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         lane = ptx.lane_id()
-        cuda.syncthreads()  # the warps' states are there
+        meet()  # the warps' states are there
         row = warp
         while row < uint32(rows):
             token, head, query_row = place(row, tile, batch, kv_head, q_len, kv_heads, group)
@@ -281,7 +286,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
             awaited = uint32(end - max(child, own_low))
             child = max(child, low)
             above = uint32(below + at_level)
-            cuda.syncthreads()  # the partial results of all warps have been written
+            meet()  # the partial results of all warps have been written
             if cuda.threadIdx.x == 0:
                 counter = ptx.address(counters, counter_at + int64(uint32(uint32(above - splits) + group_number)))
                 # it orders what the block has written, and what it reads after the next barrier
@@ -289,7 +294,7 @@ def finish_function(dtype, head_dim, split_keys, rows, warps, warp_bytes, has_si
                 if came == awaited:
                     ptx.st_global(counter, uint32(0))  # for the next launch
                 ptx.st_shared(flag, came)
-            cuda.syncthreads()
+            meet()
             if ptx.ld_shared(flag) != awaited:
                 return
             low = uint32(low >> uint32(FAN_BITS))

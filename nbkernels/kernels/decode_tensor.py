@@ -19,6 +19,8 @@ is a factor of its score, a value's of its weight, and the softmax's reference i
 holds the product.
 """
 
+from functools import cache
+
 import numpy as np
 from numba import cuda, float32, int32, int64, uint8, uint32, uint64
 
@@ -26,6 +28,7 @@ from nbkernels import ptx
 from nbkernels.kernels.decode_merge import (
     NOTHING,
     finish_function,
+    meet_all,
     row_floats,
     sight_function,
     state_floats,
@@ -82,23 +85,22 @@ def block_bytes(head_dim, itemsize, strips, keys, warps, stages):
     return FLAG_BYTES + warps * warp_bytes(head_dim, itemsize, strips, keys, stages)
 
 
-def decode_tensor_kernel(
+@cache
+def walk_function(
     dtype, head_dim, strips, split_keys, keys, warps, stages, causal, windowed, has_lengths,
-    capped=False, has_sinks=False, paged=False, int8_pages=False, prefix=None,
+    capped=False, has_sinks=False, paged=False, int8_pages=False, prefix=None, meet=meet_all,
 ):  # fmt: skip
-    """A split of a KV head for STRIP · strips packed query rows, and the merge of all by the last block.
+    """walk(shared, head_tile, block_split, block_batch, …): ``decode_tensor`` by a block's first ``warps`` warps, of one task.
 
-    grid: as ``task_function`` has it. Packed row r is query token r // group of query head r % group.
-    keys: of a warp's step; a warp has room for ``stages`` steps. prefix: None, "shared" for the splits that all sequences have in
-    common, their query tokens packed as those of one, or "behind" for each sequence's own, from first_split on.
+    shared: the address of block_bytes of shared memory; head_tile, block_split, block_batch: the task's place in the grid. sizes,
+    strides: the kernel's q_len to scale_log2, q_batch to out_head; the rest is the kernel's. meet(): the barrier of those warps.
     """
     name = "float16" if int8_pages else str(dtype)
     product = ptx.mma_update(name)
     pack = ptx.bf16x2_from_floats if name == "bfloat16" else ptx.f16x2_from_floats
     unpack, _ = pair_conversions(dtype)
-    stored = "int8" if int8_pages else dtype
     itemsize = 1 if int8_pages else 2
-    rows, threads = STRIP * strips, warps * ptx.WARP
+    rows = STRIP * strips
     task = task_function(rows, causal, windowed, has_lengths)
     sight = sight_function(causal, windowed)
     cap = soft_cap_function(exact=False)
@@ -109,7 +111,7 @@ def decode_tensor_kernel(
     of_stage = stage_bytes(head_dim, itemsize, keys)
     of_warp = warp_bytes(head_dim, itemsize, strips, keys, stages)
     span, leave, climb = finish_function(
-        dtype, head_dim, split_keys, rows, warps, of_warp, has_sinks, prefix == "shared"
+        dtype, head_dim, split_keys, rows, warps, of_warp, has_sinks, prefix == "shared", meet
     )
     k_scales_in = 2 * keys * row_bytes  # a stage: keys, values, scales of keys, of values
     ring_bytes = stages * of_stage
@@ -190,55 +192,15 @@ def decode_tensor_kernel(
         key = min(uint32(tile * uint32(TILE)), uint32(kv_len - int32(1)))
         return min(ptx.ld_global(ptx.address(block_table, table_at + int64(key >> page_shift))), last_page)
 
-    # three blocks a multiprocessor leave a thread 168 registers; without a word the assembler keeps to 128, and spills
-    @kernel(launch_bounds=(threads, 3) if strips == 1 and head_dim <= 128 else threads)
-    def decode_tensor(
-        q: ptx.pointer(dtype),
-        k: ptx.pointer(stored),
-        v: ptx.pointer(stored),
-        kv_lengths: ptx.pointer("int32"),
-        out: ptx.pointer(dtype),
-        vectors: ptx.pointer("float32"),
-        weights: ptx.pointer("float32"),
-        counters: ptx.pointer("uint32"),
-        q_len: int32,
-        kv_len: int32,
-        kv_heads: uint32,
-        group: uint32,
-        row_tiles: uint32,
-        first_split: uint32,
-        all_splits: uint32,
-        all_places: uint32,
-        window: int32,
-        scale_log2: float32,
-        q_batch: int64,
-        q_token: int64,
-        q_head: int64,
-        k_batch: int64,
-        k_token: int64,
-        k_head: int64,
-        v_batch: int64,
-        v_token: int64,
-        v_head: int64,
-        out_batch: int64,
-        out_token: int64,
-        out_head: int64,
-        cap_log2: float32 if capped else None,
-        sinks: ptx.pointer("float32") if has_sinks else None,
-        block_table: ptx.pointer("int32") if paged else None,
-        table_stride: int64 if paged else None,
-        page_shift: uint32 if paged else None,
-        last_page: uint32 if paged else None,
-        k_scales: ptx.pointer("float32") if int8_pages else None,
-        v_scales: ptx.pointer("float32") if int8_pages else None,
-        k_scales_page: int64 if int8_pages else None,
-        k_scales_token: int64 if int8_pages else None,
-        k_scales_head: int64 if int8_pages else None,
-        v_scales_page: int64 if int8_pages else None,
-        v_scales_token: int64 if int8_pages else None,
-        v_scales_head: int64 if int8_pages else None,
-    ):
-        shared = ptx.shared_address(cuda.shared.array(0, uint8))
+    @cuda.jit(device=True, inline="always")
+    def walk(
+        shared, head_tile, block_split, block_batch, q, k, v, kv_lengths, out, vectors, weights, counters, sizes, strides,
+        cap_log2, sinks, block_table, table_stride, page_shift, last_page, k_scales, v_scales, k_scales_page,
+        k_scales_token, k_scales_head, v_scales_page, v_scales_token, v_scales_head,
+    ):  # fmt: skip
+        q_len, kv_len, kv_heads, group, row_tiles, first_split, all_splits, all_places, window, scale_log2 = sizes
+        q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head = strides[:9]
+        out_batch, out_token, out_head = strides[9:]
         query = cuda.local.array(q_words, uint32)
         words = cuda.local.array(4, uint32)
         fragment = cuda.local.array(8, uint32)
@@ -260,17 +222,17 @@ def decode_tensor_kernel(
         lane = ptx.lane_id()
         my_page = uint32(0)  # of a tile of this split; asked for first, as keys wait
         if paged:
-            table_at = int64(uint32(cuda.blockIdx.z)) * table_stride
-            split = uint32(first_split + uint32(cuda.blockIdx.y))
+            table_at = block_batch * table_stride
+            split = uint32(first_split + block_split)
             my_page = page_of(block_table, table_at, page_shift, last_page, kv_len, split)
         batch, kv_head, tile, split, count, first_key, end_key, first_of_all, last_of_all = task(
-            kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
+            head_tile, block_split, block_batch, kv_lengths, q_len, kv_len, group, row_tiles, window, first_split
         )
         low, own_low, high, alone = span(first_key, end_key, first_split)
         begin = max(int32(split * uint32(split_keys)), first_key)
         end = min(int32(uint32(split + uint32(1)) * uint32(split_keys)), end_key)
         # where no key is seen at all, the first block writes zeros
-        if begin >= end and (end_key > first_key or cuda.blockIdx.y != 0):
+        if begin >= end and (end_key > first_key or block_split != uint32(0)):
             return
         warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         g, t = uint32(lane >> uint32(2)), uint32(lane & uint32(3))
@@ -546,5 +508,85 @@ def decode_tensor_kernel(
                 shared, out, vectors, weights, counters, sinks, batch, kv_head, tile, split,
                 low, own_low, high, q_len, kv_heads, group, row_tiles, all_splits, all_places, out_batch, out_token, out_head,
             )  # fmt: skip
+
+    return walk
+
+
+def decode_tensor_kernel(
+    dtype, head_dim, strips, split_keys, keys, warps, stages, causal, windowed, has_lengths,
+    capped=False, has_sinks=False, paged=False, int8_pages=False, prefix=None,
+):  # fmt: skip
+    """A split of a KV head for STRIP · strips packed query rows, and the merge of all by the last block.
+
+    grid: as ``task_function`` has it. Packed row r is query token r // group of query head r % group.
+    keys: of a warp's step; a warp has room for ``stages`` steps. prefix: None, "shared" for the splits that all sequences have in
+    common, their query tokens packed as those of one, or "behind" for each sequence's own, from first_split on.
+    """
+    threads = warps * ptx.WARP
+    stored = "int8" if int8_pages else dtype
+    walk = walk_function(
+        dtype, head_dim, strips, split_keys, keys, warps, stages, causal, windowed, has_lengths,
+        capped, has_sinks, paged, int8_pages, prefix,
+    )  # fmt: skip
+
+    # three blocks a multiprocessor leave a thread 168 registers; without a word the assembler keeps to 128, and spills
+    @kernel(launch_bounds=(threads, 3) if strips == 1 and head_dim <= 128 else threads)
+    def decode_tensor(
+        q: ptx.pointer(dtype),
+        k: ptx.pointer(stored),
+        v: ptx.pointer(stored),
+        kv_lengths: ptx.pointer("int32"),
+        out: ptx.pointer(dtype),
+        vectors: ptx.pointer("float32"),
+        weights: ptx.pointer("float32"),
+        counters: ptx.pointer("uint32"),
+        q_len: int32,
+        kv_len: int32,
+        kv_heads: uint32,
+        group: uint32,
+        row_tiles: uint32,
+        first_split: uint32,
+        all_splits: uint32,
+        all_places: uint32,
+        window: int32,
+        scale_log2: float32,
+        q_batch: int64,
+        q_token: int64,
+        q_head: int64,
+        k_batch: int64,
+        k_token: int64,
+        k_head: int64,
+        v_batch: int64,
+        v_token: int64,
+        v_head: int64,
+        out_batch: int64,
+        out_token: int64,
+        out_head: int64,
+        cap_log2: float32 if capped else None,
+        sinks: ptx.pointer("float32") if has_sinks else None,
+        block_table: ptx.pointer("int32") if paged else None,
+        table_stride: int64 if paged else None,
+        page_shift: uint32 if paged else None,
+        last_page: uint32 if paged else None,
+        k_scales: ptx.pointer("float32") if int8_pages else None,
+        v_scales: ptx.pointer("float32") if int8_pages else None,
+        k_scales_page: int64 if int8_pages else None,
+        k_scales_token: int64 if int8_pages else None,
+        k_scales_head: int64 if int8_pages else None,
+        v_scales_page: int64 if int8_pages else None,
+        v_scales_token: int64 if int8_pages else None,
+        v_scales_head: int64 if int8_pages else None,
+    ):
+        shared = ptx.shared_address(cuda.shared.array(0, uint8))
+        sizes = q_len, kv_len, kv_heads, group, row_tiles, first_split, all_splits, all_places, window, scale_log2
+        strides = (
+            q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head
+        )  # fmt: skip
+        walk(
+            shared, uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), int64(uint32(cuda.blockIdx.z)),
+            q, k, v, kv_lengths, out, vectors, weights, counters, sizes, strides,
+            cap_log2, sinks, block_table, table_stride, page_shift, last_page, k_scales, v_scales, k_scales_page,
+            k_scales_token, k_scales_head, v_scales_page, v_scales_token, v_scales_head,
+        )  # fmt: skip
 
     return decode_tensor

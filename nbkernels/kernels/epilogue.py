@@ -50,6 +50,26 @@ def activation_function(epilogue):
 
 
 @cache
+def combine(epilogue):
+    """combine(sum, scale, bias, residual) -> an element of y in float32, of a plain epilogue; what it lacks is not read."""
+    has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
+    activate = activation_function(epilogue)
+
+    @cuda.jit(device=True, inline="always")
+    def combined(value, scale, bias, residual):
+        if has_scale:
+            value *= scale
+        if has_bias:
+            value += bias
+        value = activate(value)
+        if has_residual:
+            value += residual
+        return value
+
+    return combined
+
+
+@cache
 def finish(dtype, epilogue, width=1):
     """store(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index): elements of a row of y.
 
@@ -62,19 +82,18 @@ def finish(dtype, epilogue, width=1):
     from_storage, to_storage = conversions(dtype)
     unpack, pack = pair_conversions(dtype)
     has_scale, has_bias, has_residual = epilogue.row_scale, epilogue.bias, epilogue.residual
-    activate = activation_function(epilogue)
+    activate, combined = activation_function(epilogue), combine(epilogue)
 
     @cuda.jit(device=True, inline="always")
     def store_one(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):
-        value = sums[0]
+        scale, offset, added = float32(1.0), float32(0.0), float32(0.0)
         if has_scale:
-            value *= scales[column * scale_stride]
+            scale = scales[column * scale_stride]
         if has_bias:
-            value += from_storage(bias[column])
-        value = activate(value)
+            offset = from_storage(bias[column])
         if has_residual:
-            value += from_storage(residual[residual_index])
-        out[out_index] = to_storage(value)
+            added = from_storage(residual[residual_index])
+        out[out_index] = to_storage(combined(sums[0], scale, offset, added))
 
     @cuda.jit(device=True, inline="always")
     def store_pair(sums, column, scales, scale_stride, bias, residual, residual_index, out, out_index):

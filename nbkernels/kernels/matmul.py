@@ -9,7 +9,7 @@ Six kernels share the work, each a file of its own, for dense and int8 weights a
     many rows        matmul_tiles: tensor cores              matmul_blocks: multiply-adds in float32
                      matmul_wgmma: the same on sm_90a
 
-and on sm_90a, for few rows of 16 bits times a large int8 weight, matmul_stream: at the speed of memory. From 17 rows on a large
+and on sm_90a, for few rows of 16 bits times a large weight, matmul_stream: at the speed of memory. From 17 rows on a large
 weight is matmul_wgmma's too; where it cannot take a call, matmul_stream can up to 64 rows.
 
 Which one it is depends on shape, dtype and alignment; ``plan`` says why, and ``matmul_wgmma.serves`` for many rows on sm_90a. A
@@ -32,12 +32,6 @@ from nbkernels.launch.tensor_map import describes
 
 # Up to here passes of 16 rows over the weight, the second of which finds it in L2, beat tiles that would stand mostly empty.
 NARROW_ROWS = 32
-# Of a weight, from which on a ring of bulk copies pays: below it a block's few steps end before the ring is full.
-STREAM_BYTES = 2 * 2**20
-# Up to 16 rows matmul_narrow reads a dense weight as fast, and a less deep one faster, since a block finishes more of its sums.
-STREAM_DEPTH = 1024
-# Rows of one pass of matmul_narrow.
-FEW_ROWS = 16
 # The same for multiply-adds, eight rows a pass.
 LANES_ROWS = 16
 
@@ -94,9 +88,7 @@ def plan(
     of_rows, rows = rows, max(rows, plan_rows or 0)
     # a stage of tiles, and a chunk of matmul_narrow, has one scale a column; both are 32 deep
     if depth and dtype.itemsize == 2 and group_size % matmul_tiles.STEP == 0:
-        large = columns * depth * (2 if weight == "dense" else 1) >= STREAM_BYTES
-        deep = rows > FEW_ROWS or (weight != "dense" and depth >= STREAM_DEPTH)
-        if rows <= matmul_stream.MOST_ROWS and large and deep and aligned.maps:
+        if aligned.maps and matmul_stream.serves(rows, columns, depth, weight):
             return matmul_stream.plan(
                 of_rows,
                 columns,

@@ -23,7 +23,8 @@ int8 as in ``matmul_tiles``: ldmatrix brings four consecutive k of a weight row 
 from zero and then added times the scale, in float32.
 
 Where kernels overlap (``launch.overlap``), a block fills its ring with the weight before it waits for the kernel in front of it,
-and asks for x after that; rings are then half as large, so that two kernels' blocks have room on a multiprocessor:
+and asks for x after that. Rings stay as large as a multiprocessor allows: with room for two, two blocks of one launch often came
+to the same one on an H200, and the launch took 1.4 times as long:
 
     this kernel      |w w w w: the ring is full    wait|x x x x, multiply …
     the one before   … multiply ............... merge |
@@ -64,6 +65,10 @@ from nbkernels.ptx.mbarrier import (
 from nbkernels.ptx.widen import fragments_from_int8, leave_widening_constants, widening_constants
 
 MOST_ROWS = 64
+# Of a weight, from which on a ring of bulk copies pays: below it a block's few steps end before the ring is full.
+LEAST_BYTES = 2 * 2**20
+# Up to FEW_ROWS rows ``matmul_narrow`` reads a less deep weight faster, since a block finishes more of its sums.
+FEW_ROWS, LEAST_DEPTH = 16, 1024
 ROW_BYTES = 128  # of a box: the swizzle's width
 SWIZZLE_BYTES = 1024  # eight rows, after which the swizzle repeats: what boxes are aligned to
 X_BOX = 64  # columns of x a box: 128 bytes
@@ -74,9 +79,6 @@ K_PIECE = 32  # bytes of a weight row that an ldmatrix brings for a warp's 16 ro
 # memory's latency times its bandwidth is 32 KB a multiprocessor; the rest lets it go on while a tile is finished
 RING_BYTES = 200 * 1024
 MOST_BYTES = 224 * 1024  # of the ring and the teams' sums
-OVERLAP_RING_BYTES = 98 * 1024  # where the next kernel's block has its ring beside this one's
-# from here on that costs more than it gains: 4096×14336 took 22.1 µs on an H200, and 19.0 with the larger ring
-OVERLAP_MOST_DEPTH = 8192
 SCALE_BYTES = (
     16  # of a row of the weight a stage: four groups' scales, the most that a step has and the least that a copy brings
 )
@@ -95,11 +97,6 @@ MERGE_UNROLL = 4  # partial sums a thread has in flight
 def step_columns(weight):
     """k of a step: ROW_BYTES of a weight row."""
     return ROW_BYTES // (2 if weight == "dense" else 1)
-
-
-def _two_fit(weight, row_tiles):
-    """Whether a multiprocessor's registers hold two blocks without spills."""
-    return weight != "groups" or row_tiles < 8
 
 
 def _stage_bytes(weight, row_tiles, tile_n, scale_boxes=False):
@@ -242,7 +239,7 @@ def _load_scales(group_size, pieces_a_scale, count):
 
 
 @cache
-def _read_scales(scale_groups, count):
+def read_scales_function(scale_groups, count):
     """read(at, scale): a lane's scales at a step from its stage, 8 rows apart and ``count``, as ``_multiply_int8`` takes them."""
 
     @cuda.jit(device=True, inline="always")
@@ -307,7 +304,7 @@ def matmul_stream_kernel(
     scales_in_order = scale_groups * group_size == step_k
     assert (scales_in_order or not scale_boxes) and stages % teams == 0 and (teams == 1 or not fetched)
     load_scales = _load_scales(group_size, pieces_a_scale, scale_rows) if fetched else None
-    read_scales = _read_scales(scale_groups, scale_rows)
+    read_scales = read_scales_function(scale_groups, scale_rows)
     multiply = (
         multiply_dense(dtype, row_tiles, column_tiles)
         if dense
@@ -402,7 +399,7 @@ def matmul_stream_kernel(
                     int64(row) * out_stride + int64(uint32(y_column >> uint32(1))),
                 )
 
-    @kernel(launch_bounds=(consumer_threads + ptx.WARP, 2 if overlap and _two_fit(weight, row_tiles) else 1))
+    @kernel(launch_bounds=(consumer_threads + ptx.WARP, 1))
     def matmul_stream(
         weight_map: tensor_map_type,
         x_map: tensor_map_type,
@@ -720,9 +717,7 @@ def plan(
     row_tiles = 1
     while FRAGMENT_ROWS * row_tiles < rows:
         row_tiles *= 2
-    if ring_bytes is None:
-        beside = overlap and _two_fit(weight, row_tiles) and depth <= OVERLAP_MOST_DEPTH
-        ring_bytes = OVERLAP_RING_BYTES if beside else RING_BYTES
+    ring_bytes = ring_bytes or RING_BYTES
     stage_stride = _stage_stride(_stage_bytes(weight, row_tiles, tile_n, scale_boxes))
     team_bytes = teams * consumers * 4 * row_tiles * column_tiles * ptx.WARP * 4 if teams > 1 else 0
     stages = min(ring_bytes, MOST_BYTES - team_bytes) // stage_stride // teams * teams
@@ -770,6 +765,12 @@ def blocks_for(tiles, steps, most_blocks):
         return tiles * steps // share
     turns = -(-share // steps)
     return -(-tiles // turns) if turns * steps <= WHOLE_MORE * share else blocks
+
+
+def serves(rows, columns, depth, weight):
+    """Whether so many rows of x are to be multiplied with a weight here, by its size."""
+    large = columns * depth * (2 if weight == "dense" else 1) >= LEAST_BYTES
+    return rows <= MOST_ROWS and large and (rows > FEW_ROWS or depth >= LEAST_DEPTH)
 
 
 def cut(columns, depth, weight, tile_n):

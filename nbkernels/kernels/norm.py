@@ -307,14 +307,14 @@ def result(dtype, walk, threads, chunks, cluster, words, access, normalise, quan
 
 
 @cache
-def inverse_root(dtype, threads, chunks, cluster, get, inside):
+def inverse_root(dtype, threads, chunks, cluster, get, inside, row_sum=None):
     """root(held, mean, squares, correction, inverse_columns, eps, thread, columns, scratch) -> 1 / sqrt(variance + eps).
 
     squares: the row's sum of squares of values - mean; correction: the mean of those differences. Where the sum is infinite, as
     it may be for float32 and bfloat16, the row is summed again, scaled down; scratch is for that.
     """
     width = vector_width(dtype)
-    row_sum, _ = reductions(threads, cluster)
+    row_sum = row_sum or reductions(threads, cluster)[0]
     may_overflow = str(dtype) != "float16"
 
     @cuda.jit(device=True, inline="always")

@@ -52,7 +52,7 @@ def _table_access(width):
 
 
 @cache
-def _copy(width):
+def copy_function(width):
     """copy(source, at, target, to): the bits of a chunk, whatever they mean."""
     if width == 1:
 
@@ -87,17 +87,12 @@ def _place(paged):
     return place
 
 
-def rotary_append_kernel(dtype, head_dim, half, width, threads, paged):
-    """q, k, v, caches and out [batch, tokens or capacity, heads, head_dim] by strides; grid: batch · tokens.
-
-    With ``paged`` the caches are [pages, page_size, kv_heads, head_dim], their first strides those of a page.
-    """
+@cache
+def rotation(dtype, half, width):
+    """(rotate, clear): an item of a head, a pair of chunks at i and i + half, or past the rotated part a single one behind it."""
     load, store = access(dtype, width)
-    load_table, copy, place = _table_access(width), _copy(width), _place(paged)
+    load_table, copy = _table_access(width), copy_function(width)
     pairs = half // width  # chunks of a head's first half
-    singles = (head_dim - 2 * half) // width
-    items = pairs + singles
-    chunks = head_dim // width
 
     @cuda.jit(device=True, inline="always")
     def rotate(source, at, target, to, cos, sin, cos_at, sin_at, item):
@@ -129,6 +124,21 @@ def rotary_append_kernel(dtype, head_dim, half, width, threads, paged):
         if item < uint32(pairs):
             store(target, to + i, zeros)
         store(target, to + i + int64(half), zeros)
+
+    return rotate, clear
+
+
+def rotary_append_kernel(dtype, head_dim, half, width, threads, paged):
+    """q, k, v, caches and out [batch, tokens or capacity, heads, head_dim] by strides; grid: batch · tokens.
+
+    With ``paged`` the caches are [pages, page_size, kv_heads, head_dim], their first strides those of a page.
+    """
+    copy, place = copy_function(width), _place(paged)
+    pairs = half // width  # chunks of a head's first half
+    singles = (head_dim - 2 * half) // width
+    items = pairs + singles
+    chunks = head_dim // width
+    rotate, clear = rotation(dtype, half, width)
 
     @kernel(launch_bounds=threads)
     def rotary_append(
@@ -255,7 +265,7 @@ def rotary_heads_kernel(dtype, head_dim, half, width, threads, paged, int8_cache
     A lane's item is a pair of chunks, at i and i + half, or past the rotated part a single chunk in the second one's place.
     """
     load, store = access(dtype, width)
-    load_table, copy, place, store_int8 = _table_access(width), _copy(width), _place(paged), _store_int8(width)
+    load_table, copy, place, store_int8 = _table_access(width), copy_function(width), _place(paged), _store_int8(width)
     load_norm = _table_access(width) if norm_dtype == np.float32 else access(norm_dtype, width, cached=True)[0]
     pairs = half // width
     items = pairs + (head_dim - 2 * half) // width

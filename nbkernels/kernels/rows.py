@@ -910,14 +910,20 @@ def stream(dtype, walk, threads, chunks, slots, arrays):
     return Stream(step, begin, take, target, end, access)
 
 
+@cuda.jit(device=True, inline="always")
+def _meet_all():
+    cuda.syncthreads()
+
+
 @cache
-def reductions(threads, cluster=1):
+def reductions(threads, cluster=1, meet=_meet_all):
     """(row_sum, row_max): of one float32 a thread over the threads of a row, in each of them, in a fixed order.
 
     Each takes (x, scratch); scratch is shared memory of SCRATCH · cluster float32, used where a row has more than a warp, and
-    then only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction.
+    then only once between two barriers: a kernel gives each of its reductions its own. One barrier a reduction: meet(), of those
+    threads, where a block has others.
     """
-    return _reduction(threads, cluster, _plus), _reduction(threads, cluster, ptx.fmax)
+    return _reduction(threads, cluster, _plus, meet), _reduction(threads, cluster, ptx.fmax, meet)
 
 
 @cache
@@ -926,11 +932,11 @@ def row_max_nan(threads, cluster=1):
     return _reduction(threads, cluster, ptx.fmax_nan)
 
 
-def _reduction(threads, cluster, combine):
+def _reduction(threads, cluster, combine, meet=_meet_all):
     lanes = min(threads, ptx.WARP)
     parts = threads // lanes * cluster
     across_lanes = _butterfly(lanes, combine)
-    exchange = _exchange(threads // lanes, cluster, 1)
+    exchange = _exchange(threads // lanes, cluster, 1, meet)
     fewer = min(parts, ptx.WARP)
     rounds = parts // fewer
     across_parts = _butterfly(fewer, combine)
@@ -954,7 +960,7 @@ def _reduction(threads, cluster, combine):
 
 
 @cache
-def _exchange(warps, cluster, count):
+def _exchange(warps, cluster, count, meet=_meet_all):
     """exchange(x, scratch): scratch[k · parts + part] = x[k] of every warp of the row; parts are warps, block after block."""
     parts = warps * cluster
 
@@ -966,7 +972,7 @@ def _exchange(warps, cluster, count):
             if lane == uint32(0):
                 for k in range(count):
                     scratch[uint32(k * parts) + warp] = x[k]
-            cuda.syncthreads()
+            meet()
         else:
             # lane r of each warp tells block r
             if lane < uint32(cluster):

@@ -19,6 +19,7 @@ from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 from nbkernels.launch.device import OLDEST_ARCH, DeviceError, parse_arch
 
@@ -159,7 +160,7 @@ def _lower(factory, constants):
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with compiler.global_compiler_lock, _lines_of_inlined_functions():
+        with compiler.global_compiler_lock, _lines_of_inlined_functions(), _no_copies_of_inlined_functions():
             # Numba counts its blocks' labels on from one kernel to the next, and doubles the count where inlined functions
             # inline others: some 500 kernels later a label has more digits than NVVM reads
             ir_utils._the_max_label._value = 0
@@ -216,6 +217,22 @@ def _lines_of_inlined_functions():
         yield
     finally:
         Lower.notify_loc = plain_notify
+
+
+@contextmanager
+def _no_copies_of_inlined_functions():
+    """Let Numba inline a function as it has just been translated for this one call, in place of one of two deep copies of it.
+
+    The copies, each block with all variables of its function, take a third of a compilation; nobody reads the original again.
+    """
+    from numba.cuda.core import inline_closurecall
+
+    plain = inline_closurecall.copy
+    inline_closurecall.copy = SimpleNamespace(**{**vars(plain), "deepcopy": lambda block: block})
+    try:
+        yield
+    finally:
+        inline_closurecall.copy = plain
 
 
 def _without_variables(text):

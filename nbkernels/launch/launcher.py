@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from nbkernels.launch import overlap
 from nbkernels.launch.compile import cubin, ptx, waits
 from nbkernels.launch.device import DeviceError
-from nbkernels.launch.replay import launch_early, note_launch
+from nbkernels.launch.replay import launch_early, launch_together, note_launch
 from nbkernels.launch.tensor_map import TensorMap
 
 
@@ -20,6 +20,7 @@ class Plan:
     """One launch: a kernel factory and its constants, the grid and block in threads, dynamic shared memory in bytes.
 
     early: whether inside ``overlap.overlapping`` it may start before its predecessor has ended, and let its successor do so.
+    together: all blocks run at once, and may wait for one another (a cooperative launch); then early is false.
     """
 
     factory: object
@@ -28,6 +29,7 @@ class Plan:
     block: tuple
     shared_bytes: int = 0
     early: bool = True
+    together: bool = False
 
 
 # the C type of a kernel parameter by its Numba type's name; pointers are all one
@@ -127,7 +129,9 @@ def launch(plan, arguments, device, stream=0):
             else:
                 # a negative int32 in two's complement has the right low half
                 values[i] = argument & 0xFFFFFFFFFFFFFFFF
-        if overlap.follows(stream) and kernel.early:
+        if plan.together:
+            status = launch_together(kernel, plan, stream)
+        elif overlap.follows(stream) and kernel.early:
             status = launch_early(kernel, plan, stream)
         else:
             status = _launch_function()(

@@ -92,6 +92,9 @@ class _Attribute(ctypes.Structure):
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one in front of it has ended
 _EARLY = _Attribute(6, 0, (1,))
 _EARLY_ADDRESS = ctypes.addressof(_EARLY)
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all blocks run at once, or the launch is refused
+_TOGETHER = _Attribute(2, 0, (1,))
+_TOGETHER_ADDRESS = ctypes.addressof(_TOGETHER)
 
 
 class _Config(ctypes.Structure):
@@ -115,9 +118,19 @@ def _driver():
 
 def launch_early(kernel, plan, stream):
     """Launch a LoadedKernel, its arguments written, so that it may start before its predecessor has ended -> (CUresult,)."""
+    return _launch_with(kernel, plan, stream, _EARLY_ADDRESS)
+
+
+def launch_together(kernel, plan, stream):
+    """Launch a LoadedKernel, its arguments written, all of whose blocks run at once -> (CUresult,). It is not replayed."""
+    forbid()
+    return _launch_with(kernel, plan, stream, _TOGETHER_ADDRESS)
+
+
+def _launch_with(kernel, plan, stream, attribute):
     from cuda.bindings import driver
 
-    config = _Config(*plan.grid, *plan.block, plan.shared_bytes, stream, _EARLY_ADDRESS, 1)
+    config = _Config(*plan.grid, *plan.block, plan.shared_bytes, stream, attribute, 1)
     launch_kernel, _ = _driver()
     status = launch_kernel(ctypes.byref(config), ctypes.c_void_p(int(kernel.handle)), kernel.pointers, None)
     return (driver.CUresult(status),)

@@ -8,8 +8,8 @@ which those rows are copied that have changed:
 so that the step for 1, 2, 4, … rows is recorded once and replayed. A step writes the tokens that it chose where the next one
 reads them, so that one more step of the same rows may be launched before the host knows them. Rows without a sequence stand at
 position -1, where nothing is written, and have no keys. Products are planned as for the largest batch (``plan_rows``), and every
-other operation works row by row: a row's bits depend neither on how many rows there are nor on which it is. On the CPU, where
-BLAS gives other bits for other numbers of rows, the rows go through the layers one by one.
+other operation works row by row, or for a lone row all layers are one launch: a row's bits depend neither on how many rows there
+are nor on which it is. On the CPU, where BLAS gives other bits for other numbers of rows, they go through the layers one by one.
 """
 
 from collections import deque
@@ -137,6 +137,7 @@ class Runner:
         self._free_seen = list(range(max_rows))
         if backend.on_host():
             return
+        self._together = transformer.one_launch(cache.layers, max_rows)
         pages = cache.capacity // cache.page_size
         self.rows = _RowArrays(max_rows, pages)
         self.first = _RowArrays(1, 1)
@@ -282,7 +283,9 @@ class Runner:
         reading = _Reading(self.cache.layers, *arrays)
         transformer = self.transformer
         with overlapping(), planned_as(self.max_rows):
-            hidden = transformer.hidden(device["token"][:bucket].reshape(bucket, 1), reading, tuple(range(bucket)))
+            together = self._together if bucket == 1 else None
+            ids = device["token"][:bucket].reshape(bucket, 1)
+            hidden = transformer.hidden(ids, reading, tuple(range(bucket)), together)
             transformer.logits(hidden[:, -1], out=self.logits[:bucket])
         self._choose(self.rows, bucket, greedy)
 

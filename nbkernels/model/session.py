@@ -26,10 +26,10 @@ class Session:
     ``start(ids)`` reads a prompt, ``extend()`` the token that stands in ``token`` (int32 [1] on the device); both return logits
     [1, vocab]. ``post`` begins to copy ``token`` to the host and ``take`` waits for the copy posted first; up to 1 + ``ahead``
     are under way, so that the next step may be launched in between. The device of the transformer must be entered, and its stream
-    be in force.
+    be in force. one_launch: take a token through all layers in one launch where that can be; the bits are the same without.
     """
 
-    def __init__(self, transformer, capacity):
+    def __init__(self, transformer, capacity, *, one_launch=True):
         config = transformer.config
         self.transformer = transformer
         # whole pages: sessions of about one length can serve one another
@@ -41,6 +41,7 @@ class Session:
         self.token = backend.zeros((1,), np.dtype(np.int32))
         # on a device they have one place, so that a replay finds it
         self.logits = None if backend.on_host() else backend.zeros((1, config.vocab), transformer.dtype)
+        self.together = transformer.one_launch(self.cache.layers) if one_launch else None
         self._graph = None
         self._arena = None
         self._posted = deque()
@@ -90,7 +91,7 @@ class Session:
 
     def _step(self):
         with overlapping():  # the weights were there before
-            hidden = self.transformer.hidden(self.token.reshape(1, 1), self.cache, self.sequences)
+            hidden = self.transformer.hidden(self.token.reshape(1, 1), self.cache, self.sequences, self.together)
             return self.transformer.logits(hidden[:, -1], out=self.logits)
 
     def _record(self):

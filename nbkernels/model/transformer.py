@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nbkernels import ops
 from nbkernels.arrays import Int8Weight
 from nbkernels.model import backend
 from nbkernels.model.checkpoint import shape_of
@@ -203,13 +204,46 @@ class Transformer:
             inner = gated(gate_up[..., : config.feed_forward], gate_up[..., config.feed_forward :])
         return self.linear(inner, layer.down, **options)
 
-    def hidden(self, ids, cache, sequences):
+    def one_launch(self, pages, rows=1):
+        """The layers over a cache's (``LayerPages`` each) as one launch for one token of one sequence: ``ops.DecoderLayers``, or
+        None where the device or the family does not allow it. rows: of the largest batch whose bits a token is to have.
+        """
+        config = self.config
+        plain = config.norm == "rms" and config.gated and self.fused_gate and config.qk_norm is None
+        plain = plain and not (config.post_norm or config.parallel or self.int8_options or config.attention_soft_cap)
+        alike = set(config.windows) == {None} and len(set(config.rotations)) == 1 and None not in config.rotations
+        biased = any(w.bias is not None for layer in self.layers for w in (layer.output, layer.gate_up, layer.down))
+        if backend.on_host() or not (plain and alike) or biased or pages[0].k_scales is not None:
+            return None
+        layers = [
+            ops.DecoderLayer(
+                layer.attention_norm.weight,
+                *layer.qkv,
+                layer.output.weight,
+                layer.feed_forward_norm.weight,
+                layer.gate_up.weight,
+                layer.down.weight,
+                *of_layer[:2],
+            )
+            for layer, of_layer in zip(self.layers, pages, strict=True)
+        ]
+        sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+        numbers = {"eps": config.norm_eps, "scale": config.attention_scale}
+        return ops.decoder_layers(layers, rotary_dim=config.rope_dim, dtype=self.dtype, rows=rows, **sizes, **numbers)
+
+    def hidden(self, ids, cache, sequences, together=None):
         """The residual stream behind the last layer. ids int32 [batch, tokens] -> [batch, tokens, hidden].
 
-        Row b extends the cache's sequence sequences[b]. Raises as ``KVCache.reserve`` where the tokens do not fit.
+        Row b extends the cache's sequence sequences[b]. Raises as ``KVCache.reserve`` where the tokens do not fit. together: what
+        ``one_launch`` gave for this cache, for one token of one sequence; the bits are the same without.
         """
         step = cache.begin(sequences, ids.shape[1])
         x = self.embed(ids, step)  # [batch, tokens, hidden]
+        if together is not None:
+            cos, sin = self.rotations[0]
+            out = together(x.reshape(-1), cos, sin, step.positions, step.lengths, step.block_table)
+            cache.end(step)
+            return out.reshape(*x.shape)
         added = None  # what the next norm adds to x
         for index, (layer, pages) in enumerate(zip(self.layers, cache.layers, strict=True)):
             normed, x = self.add_and_normalise(x, added, layer.attention_norm)

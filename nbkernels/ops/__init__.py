@@ -12,15 +12,19 @@ argument, before anything is launched.
 """
 
 from nbkernels.ops.attention import PAGE_SIZES, advance, attention, paged_attention, rotary_append
+from nbkernels.ops.decoder_layers import DecoderLayer, DecoderLayers, decoder_layers
 from nbkernels.ops.matrices import int8_matmul, matmul, quantize_int8
 from nbkernels.ops.rows import embedding, gelu, gelu_mul, layer_norm, rms_norm, silu_mul, soft_cap, softmax
 from nbkernels.ops.sampling import argmax, sample, sample_rows
 
 __all__ = [
     "PAGE_SIZES",
+    "DecoderLayer",
+    "DecoderLayers",
     "advance",
     "argmax",
     "attention",
+    "decoder_layers",
     "embedding",
     "gelu",
     "gelu_mul",

@@ -43,6 +43,7 @@ from nbkernels.ptx.memory import (
     cp_async_commit,
     cp_async_wait,
     ld_global,
+    ld_global_acquire,
     ld_global_nc,
     ld_global_nc_f32,
     ld_global_nc_v2,
@@ -65,6 +66,7 @@ from nbkernels.ptx.memory import (
     ldmatrix_x4,
     ldmatrix_x4_trans,
     movmatrix_trans,
+    pointer_at,
     prefetch_l2,
     shared_address,
     st_global,
@@ -75,6 +77,7 @@ from nbkernels.ptx.memory import (
     st_shared,
     st_shared_f32,
     st_shared_u16,
+    st_shared_v2,
     st_shared_v4,
     st_shared_v4_f32,
 )

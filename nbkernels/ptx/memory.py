@@ -32,6 +32,18 @@ def address(typingctx, base, index):
 
 
 @intrinsic
+def pointer_at(typingctx, like, byte_address):
+    """A pointer of the type of ``like`` to a byte address (uint64)."""
+    if not isinstance(like, types.CPointer) or byte_address != types.uint64:
+        return None
+
+    def emit(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[1], context.get_value_type(like))
+
+    return like(like, byte_address), emit
+
+
+@intrinsic
 def shared_address(typingctx, array):
     """The shared-space byte address (uint32) of the first element of a ``cuda.shared.array``."""
     if not isinstance(array, types.Array):
@@ -160,6 +172,11 @@ def ld_global_relaxed_f32(address):
     """A float32 that another block may have written: never from this multiprocessor's own cache."""
 
 
+@instruction(uint32(uint64), "ld.acquire.gpu.global.u32 $0, [$1];", effect="writes")
+def ld_global_acquire(address):
+    """A word as other blocks leave it; what their threads wrote before they did (``atomic_add``) is seen after this. sm_70."""
+
+
 @instruction(void(uint64), "prefetch.global.L2 [$0];", effect="writes")
 def prefetch_l2(address):
     """Fetch the line of this address into L2, for a load to come."""
@@ -208,6 +225,11 @@ def st_shared_v4_f32(address, a, b, c, d):
 @instruction(void(uint32, uint32), "st.shared.b32 [$0], $1;", effect="writes")
 def st_shared(address, a):
     """Four bytes into shared memory."""
+
+
+@instruction(void(uint32, uint32, uint32), "st.shared.v2.b32 [$0], {$1, $2};", effect="writes")
+def st_shared_v2(address, a, b):
+    """Write 8 bytes of shared memory."""
 
 
 @instruction(void(uint32, float32), "st.shared.f32 [$0], $1;", effect="writes")

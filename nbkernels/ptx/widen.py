@@ -42,6 +42,42 @@ def widening_constants(shared):
     return ld_shared(shared), ld_shared(uint32(shared + uint32(4)))
 
 
+def _widened(dtype, exponents, signs):
+    """Asm: words w0 to w3 that ldmatrix has brought become results 0 to 7."""
+    setup, widen = _BFLOAT16 if str(dtype) == "bfloat16" else _FLOAT16
+    lines = [setup]
+    for half in range(2):
+        for word in range(4):  # a0 and a1 hold the first two k of both rows, a2 and a3 the others
+            names = {"word": f"w{2 * half + word % 2}", "selector": ("0x4140", "0x4342")[word // 2]}
+            lines.append(widen.format(**names, to=f"${4 * half + word}", exponents=exponents, signs=signs))
+    return "".join(lines)
+
+
+@cache
+def fragments_from_words(dtype):
+    """fragments(a, at, w0, w1, w2, w3, exponents, signs): as ``fragments_from_int8`` of what ldmatrix_x4 has brought.
+
+    For one who asks for several matrices before the first is widened.
+    """
+    names = "".join(f"mov.b32 w{n}, ${8 + n}; " for n in range(4))
+    text = "{ .reg .b32 w0, w1, w2, w3; " + names + _widened(dtype, "$12", "$13") + "}"
+    word = ir.IntType(32)
+    widened = ir.FunctionType(ir.LiteralStructType([word] * 8), [word] * 6)
+
+    @intrinsic
+    def fragments(typingctx, a, at, w0, w1, w2, w3, exponents, signs):
+        def emit(context, builder, signature, arguments):
+            a, at, *inputs = arguments
+            asm = ir.InlineAsm(widened, text, ",".join(["=&r"] * 8 + ["r"] * 6), side_effect=False)
+            found = builder.call(asm, inputs, attrs=("readnone", "nounwind"))
+            put(builder, found, elements(context, builder, signature.args[0], a, at, 8))
+            return context.get_dummy_value()
+
+        return types.void(a, types.int64, *[uint32] * 6), emit
+
+    return fragments
+
+
 @cache
 def fragments_from_int8(dtype):
     """fragments(a, at, row_address, exponents, signs): 16 rows of 32 bytes in shared memory -> two fragments of m16n8k16.
@@ -50,20 +86,8 @@ def fragments_from_int8(dtype):
     four consecutive ones, 4q to 4q + 3, in place of 2q, 2q + 1, 2q + 8, 2q + 9: b must have them so too. row_address as for
     ldmatrix_x4: matrices are rows 0 to 7 and 8 to 15 of the first 16 bytes, then of the others.
     """
-    setup, widen = _BFLOAT16 if str(dtype) == "bfloat16" else _FLOAT16
-    lines = ["{ .reg .b32 w0, w1, w2, w3; ", setup, "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {w0, w1, w2, w3}, [$8]; "]
-    for half in range(2):
-        for word in range(4):  # a0 and a1 hold the first two k of both rows, a2 and a3 the others
-            lines.append(
-                widen.format(
-                    word=f"w{2 * half + word % 2}",
-                    selector=("0x4140", "0x4342")[word // 2],
-                    to=f"${4 * half + word}",
-                    exponents="$9",
-                    signs="$10",
-                )
-            )
-    text = "".join([*lines, "}"])
+    loads = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {w0, w1, w2, w3}, [$8]; "
+    text = "{ .reg .b32 w0, w1, w2, w3; " + loads + _widened(dtype, "$9", "$10") + "}"
     word = ir.IntType(32)
     loaded = ir.FunctionType(ir.LiteralStructType([word] * 8), [word] * 3)
 
