@@ -16,6 +16,7 @@ cd "$repository"
 "$PYTHON" -m ruff format --check .
 # the golden tests read the demo's model; without a network they are skipped and say so
 "$PYTHON" scripts/fetch_model.py >/dev/null || echo "the model could not be fetched: its tests will be skipped" >&2
+"$PYTHON" scripts/fetch_vocabularies.py >/dev/null || echo "no tokenisation vectors: their tests will be skipped" >&2
 # a worker a core; NumPy's own threads would only fight them
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 exec "$PYTHON" -m pytest --numprocesses auto "$@"

@@ -86,6 +86,8 @@ def tensor(name, shape, kind=0, offset=0):
         (header(tensors=[tensor("t", [2**32, 2**32])]), "outside of the file"),
         (header(tensors=[tensor("t", [4], offset=2**63)]), "outside of the file"),
         (header(tensors=[tensor("t", [4], offset=8)]), "outside of the file"),
+        (header(tensors=[tensor("a", [4]), tensor("b", [4])]), "'b' overlaps 'a'"),
+        (header(tensors=[tensor("a", [4], offset=32), tensor("b", [64])]), "'a' overlaps 'b'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from types import SimpleNamespace
 
 import family_models
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import nbkernels as nbk
 from nbkernels.arrays import bfloat16
 from nbkernels.cli import main
+from nbkernels.model.checkpoint import Checkpoint, shape_of
 from nbkernels.model.config import CheckpointError
+from nbkernels.model.families import OF_MODEL, huggingface_config
 from nbkernels.model.huggingface_reader import DTYPES, INDEX, WEIGHTS, parse_json, read_header
 from nbkernels.model.saved import write_safetensors
 
@@ -347,6 +350,57 @@ def test_peak_memory_is_below_twice_the_largest_tensor(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * 4096 * 64 * 2
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "gpt2", "gpt_neox"])
+def test_loading_holds_less_than_twice_the_largest_tensor(name, quantize, tmp_path, monkeypatch):
+    """The whole way to a device: read, taken apart or turned, checked, copied; quantised there.
+
+    The device's arrays are mapped files, of which tracemalloc knows nothing. A stretch is as small beside the matrices
+    here as it is beside those of a model of some billion weights.
+    """
+    import tracemalloc
+
+    from nbkernels.model import backend, transformer
+    from nbkernels.model.loading import open_checkpoint
+
+    config = json.loads(str(family_models.load_recording(name)["config"]))
+    sizes = {"n_embd": 256, "n_head": 8} if name == "gpt2" else {"hidden_size": 256, "intermediate_size": 1024}
+    config = {**config, **sizes, "vocab_size": 6144, "head_dim": 32, "num_attention_heads": 8}
+    monkeypatch.setattr(transformer, "STRETCH", 2**14)
+    described = Checkpoint()  # of the tensors that a file of this family holds
+    _, described.config = huggingface_config(config)
+    family, wanted = described.family, {}
+    described.transposed, described.names = family.transposed, family.tensors
+    for part in family.tensors:
+        if part == "head" and described.config.tied:
+            continue
+        for layer in (None,) if part in OF_MODEL else range(described.config.layers):
+            wanted[described.name_of(part, layer)] = described._stored_shape(part)
+            if part in family.biases:
+                wanted[described.name_of(part, layer, "bias")] = shape_of(described.config, part)[:1]
+    arrays = {key: np.ones(shape, bfloat16) for key, shape in wanted.items()}
+    folder = family_models.write_folder(tmp_path / "m", RECORDED, {}, config)
+    write(folder, arrays)
+    largest = max(int(np.prod(shape)) for shape in wanted.values()) * 2
+
+    def mapped(shape, dtype):
+        kept.append(np.memmap(tmp_path / f"device{len(kept)}", dtype, "w+", shape=shape))
+        return kept[-1]
+
+    kept = []
+    monkeypatch.setattr(backend, "on_host", lambda: False)
+    monkeypatch.setattr(backend, "zeros", mapped)
+    monkeypatch.setattr(backend, "place", lambda array: mapped(array.shape, array.dtype))
+    monkeypatch.setattr(backend, "operations", lambda: SimpleNamespace(quantize_int8=lambda matrix, **_: matrix))
+    checkpoint = open_checkpoint(folder)
+    monkeypatch.setattr(transformer, "Transformer", lambda *_, **__: None)
+    tracemalloc.start()
+    transformer.load_transformer(checkpoint, dtype=bfloat16, quantize=quantize, progress=lambda share: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept and peak < 2 * largest, f"{peak / largest:.2f} times the largest tensor"
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int8-rows", "int8-activations"])

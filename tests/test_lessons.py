@@ -138,6 +138,53 @@ def test_a_lesson_is_a_program(tmp_path):
     assert "sectors of 32 bytes" in done.stdout and list(tmp_path.glob("*.svg"))
 
 
+def test_times_of_the_lesson_and_of_the_package_stand_side_by_side(monkeypatch, capsys):
+    """What a lesson does where a GPU is, with the emulator in the GPU's place and times that are given."""
+    real = lesson.nbk.device
+    times = iter([30.0, 20.0])
+
+    def timed(call):
+        call()
+        return next(times)
+
+    monkeypatch.setattr(lesson.nbk, "device", lambda kind, arch=lesson.ARCH: real("emulator", arch=arch))
+    monkeypatch.setattr(lesson, "microseconds", timed)
+    monkeypatch.setattr(lesson, "_copy_speed", lambda: 1e9)
+    session = lesson.Session(gpu=False)
+    session.gpu = lesson.resolve("emulator", arch=lesson.ARCH)
+    monkeypatch.setattr(lesson, "_session", session)
+    shuffles = lesson.definitions(4)
+    size = (8, 256)
+    launch = shuffles.softmax_launch(4, 128)
+    own = lesson.step("own", shuffles.warp_a_row_kernel, launch, small=size, large=size)
+    right = lambda rows, columns: shuffles.softmax(lesson.normal(rows, columns))  # noqa: E731
+    lesson.operation("nbk.softmax", shuffles.package_softmax, right, small=size, large=size, beside=own)
+    said = capsys.readouterr().out
+    assert "30.0 µs" in said and "the lesson's own, 'own': 30.0 µs, 1.50 times as long" in said
+    lesson.compare()
+    assert "of a copy's speed" in capsys.readouterr().out
+
+
+# the lessons of which a kernel does what an operation of the package does
+BESIDE = (4, 5, 6, 7, 8, 10, 11, 12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", sorted(FILES))
+def test_a_lesson_times_its_steps_on_a_gpu(number, tmp_path):
+    """And the package's operation; ``pytest tests/test_lessons.py -m gpu -s`` shows the figures."""
+    session = lesson.perform(FILES[number], tmp_path, gpu=True)
+    page = (tmp_path / f"{FILES[number].stem}.md").read_text()
+    skipped = number == 12 and session.gpu.arch != "sm_90a"
+    assert ("times as long" in page) == (number in BESIDE and not skipped)
+    timed = [step for step in session.steps if step.microseconds is not None]
+    assert all(step.microseconds > 0 and step.share > 0 for step in timed)
+    if number != 13 and not skipped:  # lesson 13 times a graph against single launches
+        assert any(step.title.startswith("nbk.") for step in timed)
+    else:
+        assert "as a graph" in page or skipped
+
+
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 import tiny_model
 from tiny_model import BOS, END, START, TOKENS
 
+from nbkernels.launch.compile import cache_folder
 from nbkernels.model import chat
 from nbkernels.model.chat import encode_chat
 from nbkernels.model.config import CheckpointError
@@ -228,19 +229,21 @@ def test_markers_in_content_stay_text_in_a_tokenizer_json(tmp_path):
     assert tokenizer.decode(marked[2:-1]) == "ab[INST]"
 
 
-VOCABULARIES = sorted(Path(os.environ.get("NBKERNELS_TEST_VOCABULARIES", "/nowhere")).glob("ggml-vocab-*.gguf.inp"))
+@pytest.fixture(scope="module")
+def vocabularies():
+    """The folder of published vectors: NBKERNELS_TEST_VOCABULARIES, or the one in the cache; skipped where it is absent."""
+    folder = Path(os.environ.get("NBKERNELS_TEST_VOCABULARIES") or cache_folder() / "vocabularies")
+    if not folder.is_dir():
+        pytest.skip(f"no vocabularies at {folder}: python scripts/fetch_vocabularies.py")
+    return folder
 
 
-@pytest.mark.skipif(not VOCABULARIES, reason="NBKERNELS_TEST_VOCABULARIES names no folder of vocabularies")
 @pytest.mark.parametrize(
     "name", ["command-r", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "refact", "starcoder"]
 )
-def test_published_vectors(name):
-    """Texts and ids of the models' own tokenizers, in the source distribution of llama-cpp-python (MIT):
-
-    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python, and its vendor/llama.cpp/models.
-    """
-    vocabulary = VOCABULARIES[0].with_name(f"ggml-vocab-{name}.gguf")
+def test_published_vectors(name, vocabularies):
+    """Texts and ids of the models' own tokenizers, in the source distribution of llama-cpp-python (MIT)."""
+    vocabulary = vocabularies / f"ggml-vocab-{name}.gguf"
     metadata, _ = read_header(memoryview(np.memmap(vocabulary, np.uint8, mode="r")), vocabulary)
     tokenizer = tokenizer_from_gguf(SimpleNamespace(metadata=lambda key, default=None: metadata.get(key, default)))
     texts = Path(f"{vocabulary}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")

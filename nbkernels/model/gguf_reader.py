@@ -112,7 +112,13 @@ def read_header(data, path):
         shape = tuple(cursor.number("Q") for _ in range(dimensions))[::-1]
         entries[name] = (shape, cursor.number("I"), cursor.number("Q"))
     start = -(-cursor.at // alignment) * alignment
-    return metadata, {name: _locate(cursor, name, *entry, start, alignment) for name, entry in entries.items()}
+    located = {name: _locate(cursor, name, *entry, start, alignment) for name, entry in entries.items()}
+    before, end = None, 0
+    for name, tensor in sorted(located.items(), key=lambda item: item[1].start):
+        if tensor.start < end:
+            cursor.fail(f"tensor {name!r} overlaps {before!r}: the file is damaged")
+        before, end = name, tensor.start + tensor.nbytes
+    return metadata, located
 
 
 def _long_rows(blocks):

@@ -227,7 +227,7 @@ def held_launch(rows, columns):
     return launch
 
 
-step("the row in registers", registers_kernel, held_launch, constants=(SMALL[1],), small=SMALL, large=LARGE)
+held = step("the row in registers", registers_kernel, held_launch, constants=(SMALL[1],), small=SMALL, large=LARGE)
 
 # ## The package's own
 #
@@ -241,7 +241,12 @@ def package_softmax(to_device, rows, columns):
 
 
 lesson.operation(
-    "nbk.softmax", package_softmax, lambda rows, columns: softmax(normal(rows, columns)), small=SMALL, large=LARGE
+    "nbk.softmax",
+    package_softmax,
+    lambda rows, columns: softmax(normal(rows, columns)),
+    small=SMALL,
+    large=LARGE,
+    beside=held,
 )
 compare()
 picture(

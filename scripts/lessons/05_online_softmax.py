@@ -172,7 +172,7 @@ def right_softmax(rows, columns):
     return softmax(normal(rows, columns))
 
 
-lesson.operation("nbk.softmax", package_softmax, right_softmax, small=SMALL, large=LARGE)
+lesson.operation("nbk.softmax", package_softmax, right_softmax, small=SMALL, large=LARGE, beside=online)
 lesson.operation("nbk.softmax, a long row", package_softmax, right_softmax, small=(1, 40000), large=(512, 262144))
 compare()
 

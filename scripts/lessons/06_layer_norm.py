@@ -186,7 +186,7 @@ def right_norm(rows, columns):
     return layer_norm(x + residual, weight, bias)
 
 
-lesson.operation("nbk.layer_norm", package_norm, right_norm, small=SMALL, large=LARGE)
+lesson.operation("nbk.layer_norm", package_norm, right_norm, small=SMALL, large=LARGE, beside=fused)
 compare()
 
 # ## What to take along

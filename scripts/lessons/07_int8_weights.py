@@ -190,7 +190,7 @@ def right_product(rows, columns):
     return inputs(rows, columns)[3][None]
 
 
-lesson.operation("nbk.int8_matmul", package_product, right_product, small=SMALL, large=LARGE)
+lesson.operation("nbk.int8_matmul", package_product, right_product, small=SMALL, large=LARGE, beside=wide)
 compare()
 
 # ## What to take along

@@ -251,7 +251,7 @@ def right_product(rows, columns, inner):
     return normal(rows, inner).astype(np.float64) @ normal(columns, inner, seed=1).astype(np.float64).T
 
 
-lesson.operation("nbk.matmul, float32", package_product, right_product, small=SMALL, large=LARGE)
+lesson.operation("nbk.matmul, float32", package_product, right_product, small=SMALL, large=LARGE, beside=pipeline)
 compare()
 
 # ## What to take along

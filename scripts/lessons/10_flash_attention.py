@@ -268,7 +268,7 @@ def tensor_launch(queries, keys):
     )
 
 
-step("tensor cores, a warp 16 queries", tensor_kernel, tensor_launch, small=SMALL, large=LARGE)
+tensor = step("tensor cores, a warp 16 queries", tensor_kernel, tensor_launch, small=SMALL, large=LARGE)
 
 # ## The package's own
 #
@@ -284,7 +284,15 @@ def right_attention(queries, keys):
     return attention(*inputs(queries, keys, bf16))[2][None, :, None]
 
 
-lesson.operation("nbk.attention", package_attention, right_attention, small=SMALL, large=LARGE, tolerance=2**-8)
+lesson.operation(
+    "nbk.attention",
+    package_attention,
+    right_attention,
+    small=SMALL,
+    large=LARGE,
+    tolerance=2**-8,
+    beside=tensor,
+)
 compare(("FLOPs", lambda s: s.report_total.flops))
 
 # ## What to take along

@@ -236,7 +236,7 @@ splitting = step(
     "shared keys, split in 4", split_kernel, split_launch(SPLITS), constants=(SPLITS,), small=SMALL, large=None
 )
 step("merge", merge_kernel, merge_launch(SPLITS), constants=(SPLITS,), small=SMALL)
-step(
+split = step(
     "shared keys, split in 64", split_kernel, split_launch(MANY), constants=(MANY,), small=(1, MANY * TILE), large=LARGE
 )
 picture(
@@ -274,7 +274,7 @@ def right_decode(kv_heads, length):
     return decode(*inputs(kv_heads, length))[0][None, None]
 
 
-lesson.operation("nbk.attention, one query", package_decode, right_decode, small=SMALL, large=LARGE)
+lesson.operation("nbk.attention, one query", package_decode, right_decode, small=SMALL, large=LARGE, beside=split)
 compare()
 
 # ## What to take along

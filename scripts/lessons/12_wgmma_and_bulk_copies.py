@@ -277,6 +277,7 @@ lesson.operation(
     large=LARGE,
     tolerance=2**-8,
     arch=ARCH,
+    beside=last,
 )
 compare(("FLOPs an instruction", lambda s: f"{s.report_total.flops / s.report_total.warp_instructions:.0f}"))
 

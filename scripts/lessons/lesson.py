@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import io
 import re
-import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -462,11 +461,12 @@ def step(heading, factory, launch, *, constants=(), small=(), large=None, arch=A
     return step
 
 
-def operation(heading, call, want, *, small=(), large=None, tolerance=1e-5, arch=ARCH):
+def operation(heading, call, want, *, small=(), large=None, tolerance=1e-5, arch=ARCH, beside=None):
     """Run an operation of the package and say what its kernels did.
 
     call: function of (device array function, *size) that gives a function without arguments and the bytes it must move: see the
-    lessons. want: a function of the size -> the right result.
+    lessons. want: a function of the size -> the right result. beside: the lesson's own Step for the same task, of the same
+    ``large``: on a GPU its time is told beside the package's.
     """
     from nbkernels.launch.emulated import counted
     from nbkernels.launch.memory import to_device, to_host
@@ -494,6 +494,11 @@ def operation(heading, call, want, *, small=(), large=None, tolerance=1e-5, arch
             step.microseconds = microseconds(again)
             step.share = moved / (step.microseconds * 1e-6) / _copy_speed()
         text.append(_time_line(step))
+        if beside is not None and beside.microseconds is not None:
+            text.append(
+                f"    the lesson's own, {beside.title!r}: {beside.microseconds:.1f} µs, "
+                f"{beside.microseconds / step.microseconds:.2f} times as long"
+            )
     _session.steps.append(step)
     _session.show("\n".join(text))
     return step
@@ -644,7 +649,7 @@ def _time_line(step):
 def _time_kernel(step, factory, constants, case):
     """Time a Launch on the GPU and check what it wrote."""
     from nbkernels.launch.launcher import Plan, launch
-    from nbkernels.launch.memory import empty, to_device, to_host
+    from nbkernels.launch.memory import current_stream, empty, to_device, to_host
     from nbkernels.launch.tensor_map import tensor_map
 
     with nbk.device("cuda") as gpu:
@@ -662,7 +667,7 @@ def _time_kernel(step, factory, constants, case):
         error = error_of({name: to_host(results[name]) for name in case.want}, case.want)
         if not error <= case.tolerance:
             raise AssertionError(f"{step.title}, on the GPU: relative error {error:.2g}")
-        step.microseconds = microseconds(lambda: launch(plan, arguments, gpu))
+        step.microseconds = microseconds(lambda: launch(plan, arguments, gpu, current_stream()))
         step.gpu_bytes, step.gpu_flops = case.bytes, case.flops
         step.share = case.bytes / (step.microseconds * 1e-6) / _copy_speed()
 
@@ -672,37 +677,20 @@ def _three(value):
     return value + (1,) * (3 - len(value))
 
 
-def microseconds(call, repeats=20):
-    """Median microseconds of one call on the legacy default stream."""
-    from cuda.bindings import driver
+def microseconds(call, calls=4):
+    """Median microseconds of a call on the GPU, of some in a CUDA graph: what a launch costs the host is in no figure."""
+    from nbkernels.launch.graph import Stream
+    from nbkernels.profiling.timing import EventClock, captured, time_replays
 
-    from nbkernels.launch.launcher import check
-
-    start, end = (check(driver.cuEventCreate(0))[0] for _ in range(2))
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        check(driver.cuEventRecord(start, 0))
-        call()
-        check(driver.cuEventRecord(end, 0))
-        check(driver.cuEventSynchronize(end))
-        times.append(check(driver.cuEventElapsedTime(start, end))[0] * 1e3)
-    return statistics.median(times)
-
-
-_copied = {}
+    stream = Stream()
+    return time_replays(captured([call] * calls, stream), calls, EventClock(stream.handle)).microseconds
 
 
 def _copy_speed():
     """Bytes a second, read and written, of a large copy on this GPU; measured once."""
-    if not _copied:
-        from nbkernels.launch.memory import copy, empty
+    from nbkernels.profiling.timing import copy_speed
 
-        with nbk.device("cuda"):
-            source, target = (empty((2**28,), np.dtype(np.float32)) for _ in range(2))
-            _copied["speed"] = 2 * source.nbytes / (microseconds(lambda: copy(target, source)) * 1e-6)
-    return _copied["speed"]
+    return copy_speed()
 
 
 def peaks():
