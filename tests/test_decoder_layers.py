@@ -1,5 +1,7 @@
 """All layers in one launch: the bits of the operations that it stands for."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -41,6 +43,9 @@ CASES = {
     "dense": (BF16, 0, {"layers": 1}),
     "rows that end within a step": (BF16, None, {"layers": 1, "hidden": 560, "feed_forward": 208, "head_dim": 48}),
 }
+# a GPU's many blocks share the tiles of such small products; of these each has tiles of its own
+ON_A_GPU = {"heads": 32, "kv_heads": 16, "head_dim": 64, "hidden": 4096, "feed_forward": 2048}
+ON_A_GPU_BY_CASE = {"rows that end within a step": {"hidden": 4112, "feed_forward": 2064}}
 # the first token, the last of a page, and one behind the first split of keys
 POSITIONS = [("rows", 0), ("rows", 63), *((name, 530) for name in CASES)]
 
@@ -48,6 +53,8 @@ POSITIONS = [("rows", 0), ("rows", 63), *((name, 530) for name in CASES)]
 @pytest.mark.parametrize("name, position", POSITIONS)
 def test_bits_of_the_operations_one_by_one(hopper, name, position):
     dtype, group_size, options = CASES[name]
+    if hopper.kind == "cuda":
+        options = options | ON_A_GPU | ON_A_GPU_BY_CASE.get(name, {})
     model, twin = Model(dtype, group_size, **options), Model(dtype, group_size, **options)
     layers = decoder_layers(model.layers, dtype=dtype, eps=EPS, **model.sizes)
     assert layers is not None
@@ -67,9 +74,11 @@ CONFIG = ModelConfig(
 
 
 def test_a_model_writes_the_same_in_either_way(hopper, monkeypatch):
-    tokens = 40 if hopper.kind == "cuda" else 3
+    tokens, config = 3, CONFIG
+    if hopper.kind == "cuda":
+        tokens, config = 40, replace(CONFIG, **ON_A_GPU)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
-    transformer = random_transformer(CONFIG, True, "int8-rows", elements=2**17)
+    transformer = random_transformer(config, True, "int8-rows", elements=2**17)
     made = []
     plain = Transformer.one_launch
 
@@ -78,7 +87,7 @@ def test_a_model_writes_the_same_in_either_way(hopper, monkeypatch):
         return made[-1]
 
     def texts():
-        model = LanguageModel(transformer, NoTokenizer(CONFIG.vocab), None, current())
+        model = LanguageModel(transformer, NoTokenizer(config.vocab), None, current())
         with model.on_device():
             alone = [list(model.tokens(p, tokens, SamplingOptions(seed=0))) for p in prompts]
         return alone, model.generate(prompts[:1], max_new_tokens=tokens)
@@ -88,6 +97,31 @@ def test_a_model_writes_the_same_in_either_way(hopper, monkeypatch):
     assert len(made) == 2 and None not in made, "the sessions' and the Engine's"
     monkeypatch.setattr(Transformer, "one_launch", lambda *_: None)
     assert texts() == found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_has_a_plan_for_its_cases(monkeypatch, name):
+    for threshold in ("LEAST_BYTES", "LEAST_DEPTH"):
+        monkeypatch.setattr(matmul_stream, threshold, 0)
+    dtype, group_size, options = CASES[name]
+    sizes = ON_A_GPU | ON_A_GPU_BY_CASE.get(name, {})
+    weight = "dense" if group_size == 0 else "groups" if group_size else "rows"
+    widths = sizes["hidden"], sizes["heads"], sizes["kv_heads"], sizes["head_dim"], 32, sizes["feed_forward"]
+    shape = kernels.Shape(*widths, "bias" in options)
+    assert (
+        kernels.plan(shape, dtype, weight, group_size or 0, options.get("norm_dtype", dtype), 132, 232448) is not None
+    )
+    kernels.plan.cache_clear()
+
+
+@pytest.mark.parametrize("weight, group_size, least", [("rows", 0, 8), ("groups", 32, 7), ("dense", 0, 8)])
+def test_llama_3_8b_has_a_deep_ring_on_an_h200(weight, group_size, least):
+    kernels.plan.cache_clear()
+    chosen = kernels.plan(
+        kernels.Shape(4096, 32, 8, 128, 64, 14336, False), BF16, weight, group_size, BF16, 132, 232448
+    )
+    assert chosen.grid == (128, 1, 1) and chosen.together and not chosen.early
+    assert chosen.constants[-1] >= least and chosen.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,8 @@ OLDER = matmul.Alignment(fragments=True, pieces=True, pairs=True, quads=True, ma
     "rows, columns, depth, dtype, weight, aligned, streams",
     [
         (1, 4096, 4096, BF16, "rows", ALIGNED, True),
-        (1, 4096, 4096, BF16, "dense", ALIGNED, False),
+        (1, 4096, 4096, BF16, "dense", ALIGNED, True),
+        (1, 49152, 576, BF16, "dense", ALIGNED, False),
         (17, 4096, 4096, BF16, "dense", ALIGNED, True),
         (64, 4096, 4096, F16, "rows", ALIGNED, True),
         (65, 4096, 4096, BF16, "rows", ALIGNED, False),
