@@ -22,7 +22,7 @@ ANY_DEVICE = (
 
 OF_THE_DEMO = ("generate", "quality")  # these read the demo's model
 
-OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
+OTHERS = ("check", "generate_peers", "harness", "plot", "trial")  # modules that are no benchmarks
 
 
 def names():
