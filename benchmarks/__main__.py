@@ -1,7 +1,7 @@
 """``python -m benchmarks NAME [--json FILE]``: a name is a module of this folder.
 
-``generate``, ``loading`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; the others give
-rows for the harness, which needs torch and a GPU. ``check`` compares
+``generate``, ``loading`` and ``quality`` measure a whole model and ``emulator`` the emulator, on any machine; ``counters`` holds
+``profile`` against Nsight Compute on a GPU; the others give rows for the harness, which needs torch and a GPU. ``check`` compares
 with kept results: see ``python -m benchmarks check --help``.
 """
 
@@ -18,11 +18,13 @@ ANY_DEVICE = (
     "generate",
     "loading",
     "quality",
-)  # these measure by themselves; the others need torch and a GPU
+)  # these measure by themselves; the others need a GPU
+
+BY_THEMSELVES = (*ANY_DEVICE, "counters")  # the others give rows for the harness, and need torch
 
 OF_THE_DEMO = ("generate", "quality")  # these read the demo's model
 
-OTHERS = ("check", "generate_peers", "harness", "plot")  # modules that are no benchmarks
+OTHERS = ("check", "generate_peers", "harness", "plot", "trial")  # modules that are no benchmarks
 
 
 def names():
@@ -57,7 +59,7 @@ def main():
         if options.name == "quality":
             sys.exit(said)
         print(f"{said}; without it only models of random weights are measured, on a GPU", file=sys.stderr)
-    module = importlib.import_module(f"benchmarks.{options.name}") if options.name in ANY_DEVICE else None
+    module = importlib.import_module(f"benchmarks.{options.name}") if options.name in BY_THEMSELVES else None
     if module is not None:
         module.run(lambda rows: harness.keep(options.json, command, {"results": rows}), options)
         return

@@ -8,6 +8,7 @@ LEAST_DROP and by more than the values of one side spread.
 
     python -m benchmarks check --record FILE      measure, and keep the results
     python -m benchmarks check                    compare with benchmarks/results/<GPU>_check.json; exit status 1 if slower
+    python -m benchmarks check --trial 20         how many planted slowdowns are caught, and how many alarms are false (``trial``)
 """
 
 import argparse
@@ -137,8 +138,36 @@ def all_shapes(match):
     return named
 
 
-def cases_on_gpu(named, peers):
-    """What ``measure`` takes, of what ``all_shapes`` gives: graphs that are captured and wait."""
+def chosen_shapes(match):
+    """``all_shapes``, of which there must be some: ValueError."""
+    named = all_shapes(match)
+    if not named:
+        raise ValueError(f"--match: no case holds {match!r}")
+    return named
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A case whose graphs are captured and wait. timers: "nbkernels" or a peer -> a function that replays and gives a Timing."""
+
+    entry: object
+    args: tuple
+    kwargs: dict
+    bytes: int
+    timers: dict
+
+    def case(self):
+        """What ``measure`` takes of it."""
+        return self.bytes, lambda: times(self.timers)
+
+
+def times(timers):
+    """{"nbkernels": microseconds, peer: …}, each timed now."""
+    return {library: time().microseconds for library, time in timers.items()}
+
+
+def prepared_on_gpu(named, peers):
+    """{name: Prepared} of what ``all_shapes`` gives."""
     dtype = DTYPES["bfloat16"]
     cases = {}
     for name, entry, shape in named:
@@ -146,11 +175,7 @@ def cases_on_gpu(named, peers):
         timers = {"nbkernels": timing.prepared(entry.call, args, kwargs)}
         if peers and entry.peer is not None:
             timers.update(_peer(entry, args, kwargs))
-        cost = cost_of(entry, args, kwargs)
-        cases[name] = (
-            cost.bytes,
-            lambda timers=timers: {library: time().microseconds for library, time in timers.items()},
-        )
+        cases[name] = Prepared(entry, args, kwargs, cost_of(entry, args, kwargs).bytes, timers)
     return cases
 
 
@@ -205,7 +230,8 @@ def load(path, name):
 def main(arguments, measured=None):
     """Run the check. Returns the exit status: 0, 1 where something is slower, 2 where it cannot be told.
 
-    measured: a function of the options -> (name of the GPU, samples), in place of measuring, for tests.
+    measured: a function of the options -> (name of the GPU, samples), or for --trial what ``trial.main`` takes, in place of
+    measuring, for tests.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks check", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"how often each case is timed ({RUNS})")
@@ -213,13 +239,25 @@ def main(arguments, measured=None):
     parser.add_argument("--no-peers", action="store_true", help="compare with the copy alone")
     parser.add_argument("--against", metavar="FILE", help="other results than those kept for this GPU")
     parser.add_argument("--record", metavar="FILE", help="keep the results there, and compare with nothing")
+    parser.add_argument(
+        "--trial",
+        type=int,
+        metavar="N",
+        help="plant N slowdowns of 5%% and make N clean checks: how many are told rightly?",
+    )
+    parser.add_argument("--json", metavar="FILE", help="keep the outcome of --trial there")
     options = parser.parse_args(arguments)
+    command = " ".join(["python -m benchmarks check", *arguments])
     try:
         if options.runs < 5:
             raise ValueError(f"--runs: {options.runs}, wanted at least 5: fewer ranks say nothing")
+        if options.trial is not None:
+            return _trial(options, command, measured)
+        if options.json:
+            raise ValueError("--json: it keeps what --trial finds; --record keeps the results of a check")
         name, samples = (measured or _measure)(options)
         if options.record:
-            harness.keep(options.record, f"python -m benchmarks check {' '.join(arguments)}", {"samples": samples})
+            harness.keep(options.record, command, {"samples": samples})
             print(f"{len(samples)} cases, {options.runs} runs each: {options.record}")
             return 0
         kept = load(options.against or results_path(name), name)
@@ -236,14 +274,22 @@ def main(arguments, measured=None):
     return 1 if slower else 0
 
 
+def _trial(options, command, measure):
+    from benchmarks import trial  # which imports this module
+
+    if options.trial < 1 or options.record:
+        raise ValueError("--trial: wanted at least 1 round, and --json in place of --record")
+    return trial.main(options, command, measure)
+
+
 def _measure(options):
-    named = all_shapes(options.match)
-    if not named:
-        raise ValueError(f"--match: no case holds {options.match!r}")
+    named = chosen_shapes(options.match)
     samples = {}
     with device("cuda") as on:
         peers = not options.no_peers and harness.torch is not None
         copy = timing.prepared_copy()
         for group in groups(named, on.memory_bytes // 3):
-            samples.update(measure(cases_on_gpu(group, peers), copy, options.runs))
+            cases = {case: one.case() for case, one in prepared_on_gpu(group, peers).items()}
+            samples.update(measure(cases, copy, options.runs))
+            del cases  # its arrays make room for the next group's
     return on.name, samples

@@ -87,10 +87,10 @@ def time_copy(nbytes):
     size = max(16, nbytes // 2)
     sets = max(2, min(64, RING_BYTES // max(nbytes, 1)))
     pairs = [tuple(torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)) for _ in range(sets)]
-    return _time_copies(pairs, 5)
+    return time_copies(pairs, 5)
 
 
-def _time_copies(pairs, rounds):
+def time_copies(pairs, rounds):
     """Median microseconds of a copy, over rounds that copy every (source, target) once.
 
     By launches and not by a graph, whose copy nodes go through another engine and are slower.
@@ -142,7 +142,7 @@ def copy_speed():
     """Bytes a second, read and written, of a large device-to-device copy: the ceiling of the memory-bound operations."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (_time_copies([(source, target)] * 5, 10) * 1e-6)
+    return 2 * source.nbytes / (time_copies([(source, target)] * 5, 10) * 1e-6)
 
 
 def environment(command):

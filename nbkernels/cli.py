@@ -385,22 +385,24 @@ def profile_command(options):
 
 def tune_command(options):
     """Measure candidates on the GPU and print what was kept. Returns the exit status."""
-    from nbkernels.profiling.tune import tune
+    from nbkernels.profiling.tune import summary, tune
 
     if options.shape and options.operation is None:
         raise ValueError("--shape is of one operation: nbkernels tune matmul --shape …")
-    found = 0
+    found = []
     _announce_compiling()
-    for found, choice in enumerate(tune(options.operation, shape=options.shape, dtype=options.dtype), 1):  # noqa: B007
+    for choice in tune(options.operation, shape=options.shape, dtype=options.dtype):
+        found.append(choice)
         _clear_announced()
         timed = choice.best_timing
         print(
             f"{choice.heuristic.factory.__name__.removesuffix('_kernel')} {choice.call}: {timed.microseconds:.2f} µs "
             f"({timed.low:.2f} to {timed.high:.2f}), {choice.gain:.1%} less than the heuristic's "
-            f"{choice.heuristic_timing.microseconds:.2f}; {choice.tried} tried, {choice.stopped} stopped early"
+            f"{choice.heuristic_timing.microseconds:.2f}, which took {choice.ratio:.3f} times as long; "
+            f"{choice.tried} tried, {choice.stopped} stopped early",
+            flush=True,
         )
-    if not found:
-        print("nothing to choose: on this GPU other kernels serve these shapes")
+    print(summary(found) if found else "nothing to choose: on this GPU other kernels serve these shapes")
     return 0
 
 

@@ -267,6 +267,14 @@ def test_every_call_of_a_cold_replay_has_arrays_of_its_own(monkeypatch):
     ring = seen[2:10]  # behind a first call for each of the two
     assert len({a for a, _ in ring}) == len({b for _, b in ring}) == 8
     assert seen[2:42] == ring * 5 and set(seen[42:]) == {ring[0]}
+    with nbk.device("emulator"):
+        x = to_device(np.ones((1024,), np.float32))
+        behind = []
+        time = timing.prepared(lambda x: x, (x,), l2_bytes=4 << 10, after=lambda *index: behind.append(index))
+        assert not behind, "the call that is not captured"
+        time(1)
+    # 4 KB and 4 KB of result against four times 4 KB: two sets, two untimed replays and one
+    assert behind == [(0, 2), (1, 2)] * 3
 
 
 def test_a_graph_keeps_its_results_and_its_scratch_memory(monkeypatch):

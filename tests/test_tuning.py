@@ -13,10 +13,13 @@ import nbkernels as nbk
 from nbkernels.cli import main
 from nbkernels.kernels import matmul_tiles
 from nbkernels.launch import emulated, tuning
-from nbkernels.launch.device import Device
+from nbkernels.launch.device import Device, use
 from nbkernels.launch.launcher import Plan
+from nbkernels.profiling import tune as tuner
+from nbkernels.profiling.cards import published
+from nbkernels.profiling.operations import DTYPES, DeviceMaker, operation
 from nbkernels.profiling.timing import Timing
-from nbkernels.profiling.tune import race, tune
+from nbkernels.profiling.tune import Choice, race, summary, tune
 
 GPU = Device("cuda", "NVIDIA Test 1", "sm_80", 4, 163 * 1024, 2**34)
 
@@ -196,6 +199,35 @@ def test_a_choice_is_measured_and_kept():
     assert entry["plan"] == tuning.described(choice.best) and entry["heuristic_microseconds"] == 10.0
     with pytest.raises(ValueError, match="nothing to choose"):
         list(tune("softmax", shape=(4, 64), on=on, prepare=prepare))
+
+
+def measured(call, heuristic, best):
+    """A Choice whose plans took so many microseconds."""
+    return Choice(call, plan(1), Timing.of([heuristic]), plan(2), Timing.of([best]), 12, 3)
+
+
+def test_the_command_ends_with_the_heuristic_s_distance(monkeypatch, capsys):
+    choices = [measured("near", 10.0, 10.0), measured("far", 11.0, 8.8), measured("half", 9.68, 8.8)]
+    assert [choice.ratio for choice in choices] == pytest.approx([1, 1.25, 1.1])
+    monkeypatch.setattr(tuner, "tune", lambda *names, **options: iter(choices))
+    assert main(["tune"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "far: 8.80 µs" in lines[1] and "took 1.250 times as long" in lines[1]
+    # (1 · 1.25 · 1.1)^(1/3)
+    assert lines[-1] == summary(choices) and "1.112 times as long" in lines[-1] and "geometric mean of 3" in lines[-1]
+    assert lines[-1].endswith("at worst 1.250 times, at far")
+
+
+def test_an_h200_has_something_to_choose_among_the_usual_shapes():
+    with use(published("H200").device()), emulated.planned(0, 0):
+        for name, shapes in tuner.SHAPES.items():
+            found = 0
+            for shape in shapes:
+                args, kwargs = operation(name).make(DeviceMaker(DTYPES["bfloat16"]), *shape)
+                with tuning.asked() as questions:
+                    operation(name).call(*args, **kwargs)
+                found += len(questions)
+            assert found >= 4, name
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ calls on its tensors are captured by its own graphs, since their results come fr
 
 import statistics
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import numpy as np
 
@@ -199,10 +199,10 @@ def time_call(function, args=(), kwargs=None, *, l2_bytes=None, replays=REPLAYS)
     return cold(replays), warm(replays)
 
 
-def prepared(function, args=(), kwargs=None, *, l2_bytes=None, warm=False):
+def prepared(function, args=(), kwargs=None, *, l2_bytes=None, warm=False, after=None):
     """A function of a number of replays -> Timing of ``function(*args, **kwargs)``, with a cold or a warm cache.
 
-    It holds its graph and the arrays of its ring.
+    It holds its graph and the arrays of its ring. after(index, count): more work behind each call of a cold ring, in its time.
     """
     l2_bytes = l2_bytes or l2_cache_bytes()
     stream = _stream()
@@ -224,7 +224,14 @@ def prepared(function, args=(), kwargs=None, *, l2_bytes=None, warm=False):
         with memory.use_stream(stream.handle):
             memory.fill_bytes(trash, 0)
 
-    calls = [lambda a=a, k=k: function(*a, **k) for a, k in ring]
+    def call(index):
+        own, options = ring[index]
+        result = function(*own, **options)
+        if after is not None:
+            after(index, count)
+        return result
+
+    calls = [partial(call, index) for index in range(count)]
     replay = captured(calls, stream, (args, kwargs))
     return lambda replays=REPLAYS: time_replays(replay, len(calls), clock, before=overwrite, replays=replays)
 
@@ -249,6 +256,11 @@ def l2_cache_bytes():
     """Bytes of the L2 cache, as the device says."""
     cuda_device()
     return _attribute("L2_CACHE_SIZE")
+
+
+def clock_hz():
+    """The highest clock of a multiprocessor, as the device says."""
+    return _attribute("CLOCK_RATE") * 1e3
 
 
 @cache
@@ -326,7 +338,7 @@ def measured_card(dtypes=("bfloat16",)):
         sm_count=device.sm_count,
         memory_bytes=device.memory_bytes,
         l2_bytes=l2_cache_bytes(),
-        clock_hz=_attribute("CLOCK_RATE") * 1e3,
+        clock_hz=clock_hz(),
         memory_bytes_a_second=copy_speed(),
         operations_a_second={dtype: tensor_rate(dtype) for dtype in dtypes},
         launch_microseconds=launch_floor(),
